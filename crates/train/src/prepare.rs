@@ -22,6 +22,7 @@ use crate::exchange::Shard;
 use crate::forecast::{StepTime, step_time};
 use crate::inputs;
 use crate::lender::is_lent;
+use crate::length::Length;
 use crate::longest::{Longest, PREPARED, TYPICAL};
 use crate::memory::{Memory, MemoryOf, MemoryPlan, ReferenceKept, memory};
 use crate::optimizer::AdamWConfig;
@@ -326,7 +327,13 @@ impl Run {
         if scores && first {
             let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
             let usable = self.rows.iter().copied().filter(|row| !bad.contains(row));
-            checks::probe_rewards(&self.rewards, &self.dataset, usable, &self.prompts)?;
+            checks::probe_rewards(
+                &self.rewards,
+                &self.dataset,
+                usable,
+                &self.prompts,
+                self.algorithm.num_generations,
+            )?;
         }
         if let Some(eval) = &self.eval {
             if let Some(refusal) =
@@ -336,7 +343,8 @@ impl Run {
             }
             if !scores && first {
                 let rows = eval.rows.iter().copied();
-                checks::probe_rewards(&self.rewards, &eval.dataset, rows, &self.prompts)?;
+                let each = eval.options.num_generations;
+                checks::probe_rewards(&self.rewards, &eval.dataset, rows, &self.prompts, each)?;
             }
         }
         if scores || self.eval.is_some() {
@@ -432,7 +440,8 @@ impl Prepared {
         let of_model = inputs::of_model(&self.run.model, &self.outline(&self.variant())?)?;
         let digests = inputs::digests(&self.run.dataset, &self.run.reward_files)?;
         self.run.plan.resume.fingerprint.extend(of_model.into_iter().chain(digests));
-        self.resumes = resume::expected(&self.run.plan, &dir)?;
+        let total_steps = Length::of(&self.run.plan, self.usable_rows())?.total;
+        self.resumes = resume::expected(&self.run.plan, &dir, total_steps)?;
         Ok(())
     }
 

@@ -20,6 +20,7 @@ use crate::optimizer::AdamW;
 use crate::plan::{Objective, RunPlan, TrainSetup};
 use crate::records::Records;
 use crate::resume::{Resumed, Search, Start};
+use crate::returned::Returned;
 use crate::rows::{RowSource, SkippedRow};
 use crate::selection::summary;
 use crate::step::Algorithm;
@@ -55,6 +56,7 @@ impl Loop {
             observer: if split.ranks.is_first() { setup.observer } else { Box::new(()) },
             console: console.clone(),
             place: Place::default(),
+            returned: Returned::default(),
             last_save: Instant::now(),
             model,
             reference,
