@@ -1,6 +1,8 @@
 //! Forms of answers and ground truths that every rule reads alike: LaTeX around an answer, tuples and intervals, lists of accepted
 //! answers.
 
+#![allow(clippy::unwrap_used)]
+
 use omnigrpo_data::RowReader;
 use omnigrpo_rewards::{AccuracyMode, RewardInput, RewardOptions, RowKey, build, suitable_rule};
 use serde_json::{Value, json};
