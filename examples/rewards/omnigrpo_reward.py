@@ -18,8 +18,9 @@ Run it yourself to use another interpreter, or from within the file that holds t
 
 Prompts and completions arrive as TRL gives them for conversational data: each prompt is the whole conversation, a list of
 {"role": ..., "content": ...} with the system turn and earlier turns. In rows with media each content is a list of parts,
-{"type": "text", "text": ...} and {"type": "image", "image": path}. With `text=True` (or `--text`) they are plain strings, a
-prompt the text of the last question. Every column of the dataset is a keyword argument, one entry per completion;
+{"type": "text", "text": ...} and {"type": "image", "image": path}. They are plain strings in rows whose prompt is a text that the
+model continues without a chat template (`--continue_text_prompts`), and with `text=True` (or `--text`); a prompt is then the text of
+the last question. Every column of the dataset is a keyword argument, one entry per completion;
 so are `solution`, `completion_ids`, `image_path` (the row's media), and `trainer_state`. `log_metric(name, value)` and
 `log_extra(column, values)` work as in TRL: metrics of the step, columns in the records of completions.
 A completion that called tools is a list of all its turns, those of the tools included.
@@ -85,11 +86,11 @@ class _Log:
 def _arguments(rows, text, log, more):
     def prompt(row):
         turns = row.get("turns") or [{"role": "user", "content": row["prompt"]}]
-        return row["prompt"] if text else turns[: len(turns) - row.get("added_turns", 0)]
+        return row["prompt"] if text or row.get("is_text") else turns[: len(turns) - row.get("added_turns", 0)]
 
     def completion(row):
         added = row["turns"][-row["added_turns"] :] if row.get("added_turns") else []
-        return row["completion"] if text else [*added, {"role": "assistant", "content": row["completion"]}]
+        return row["completion"] if text or row.get("is_text") else [*added, {"role": "assistant", "content": row["completion"]}]
 
     columns = {name: None for row in rows for name in row["columns"]}
     columns = {name: [row["columns"].get(name) for row in rows] for name in columns if name not in ("prompt", "completion")}

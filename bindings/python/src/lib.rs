@@ -5,6 +5,7 @@
 //! the caller waits for it without the GIL. Settings, rows and numbers cross as JSON, so nothing is converted twice.
 
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::io::{self, Write};
 use std::ops::ControlFlow;
@@ -279,33 +280,61 @@ impl Reward for Function {
         std::mem::take(&mut self.logged.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn probe(&self, row: &RewardInput<'_>) -> Result<Option<f64>, RewardError> {
-        let score = self.score(std::slice::from_ref(row));
+    fn probe(&self, group: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
+        let scores = self.score(group);
         drop(self.take_logged());
-        Ok(score?.into_iter().next().flatten())
+        scores
     }
 }
 
-/// Observer of a run that reports to Python.
-struct Reports(Line);
+/// Observer of a run that reports to Python, and what callbacks there ask for.
+struct Reports {
+    line: Line,
+    stop: Arc<AtomicBool>,
+    save: Arc<AtomicBool>,
+    evaluate: Arc<AtomicBool>,
+}
+
+/// Requests of callbacks after a report.
+#[derive(Deserialize)]
+struct Asked {
+    stop: bool,
+    save: bool,
+    evaluate: bool,
+}
+
+impl Reports {
+    /// Reports to Python and notes what callbacks ask for. Returns false if a callback has raised.
+    fn report(&self, kind: &'static str, data: String) -> bool {
+        let answer = self.line.ask(kind, "", data);
+        let asked = answer.and_then(|answer| serde_json::from_str::<Asked>(&answer).ok());
+        let Some(asked) = asked else { return false };
+        for (flag, asked) in
+            [(&self.stop, asked.stop), (&self.save, asked.save), (&self.evaluate, asked.evaluate)]
+        {
+            flag.fetch_or(asked, Ordering::SeqCst);
+        }
+        true
+    }
+}
 
 impl Observer for Reports {
     fn step(&mut self, step: u64, metrics: &[(String, Option<f64>)]) -> ControlFlow<()> {
         let numbers: Map<String, Value> =
             metrics.iter().map(|(name, value)| (name.clone(), json!(value))).collect();
         let data = json!({ "step": step, "metrics": numbers }).to_string();
-        match self.0.ask("step", "", data).as_deref() {
-            Some("true") => ControlFlow::Continue(()),
-            _ => ControlFlow::Break(()),
+        match self.report("step", data) {
+            true => ControlFlow::Continue(()),
+            false => ControlFlow::Break(()),
         }
     }
 
     fn saved(&mut self, step: u64, checkpoint: &Path) {
-        self.0.tell("save", json!({ "step": step, "checkpoint": checkpoint }).to_string());
+        self.line.tell("save", json!({ "step": step, "checkpoint": checkpoint }).to_string());
     }
 
     fn evaluation(&mut self, step: u64, evaluation: &Evaluation) {
-        self.0.tell("evaluation", json!({ "step": step, "metrics": numbers(evaluation) }).to_string());
+        self.report("evaluation", json!({ "step": step, "metrics": numbers(evaluation) }).to_string());
     }
 }
 
@@ -358,7 +387,8 @@ fn attended<T: Send + 'static>(
         });
         (caller.console, caller.stop) = (console, asked_to_stop);
         caller.environment = Some(Arc::new(Environments(line.clone())));
-        caller.observer = Box::new(Reports(line));
+        let (stop, save, evaluate) = (caller.stop.clone(), caller.save.clone(), caller.evaluate.clone());
+        caller.observer = Box::new(Reports { line, stop, save, evaluate });
         command(caller)
     })?;
     // A mutex, so that the wait can let go of the GIL.
@@ -496,17 +526,23 @@ fn check(py: Python<'_>, command: &str, settings: &str) -> PyResult<Vec<String>>
 }
 
 /// Trains (`train` or `sft`), and returns the summary and the model. Rewards `caller:NAME` are asked through
-/// `call("score", NAME, rows)`.
+/// `call("score", NAME, rows)`. `digests` are those of the functions' code, by name. If
+/// `repeat` is true, a complete run starts from the beginning.
 #[pyfunction]
 fn train(
     py: Python<'_>,
     command: &str,
     settings: &str,
+    digests: BTreeMap<String, String>,
+    repeat: bool,
     call: &Bound<'_, PyAny>,
 ) -> PyResult<(String, Model)> {
     let resolved = resolved(py, verb(command)?, settings)?;
     let system = resolved.settings.prompts.render.system.clone();
-    let (done, model) = attended(py, call, system, move |caller| embed::train(resolved, caller))?;
+    let (done, model) = attended(py, call, system, move |mut caller| {
+        (caller.digests, caller.repeat_complete) = (digests, repeat);
+        embed::train(resolved, caller)
+    })?;
     let of = |evaluation: Option<&Evaluation>| evaluation.map(numbers);
     let summary = json!({
         "steps": done.steps, "interrupted": done.interrupted, "collapsed": done.collapsed, "machine": done.machine,

@@ -67,7 +67,7 @@ def test_a_reward_gets_the_whole_conversation_and_the_columns(start):
     rows = ({"prompt": turns, "kind": f"k{i}"} for i in range(4))
     start(keep, rows, settings={"max_steps": 1, "allow_text_only": True}).train()
     # The first call is the trial before the run.
-    assert seen[0][1] == ["k0"] and len(seen) == 2
+    assert seen[0][1] == ["k0"] * 4 and len(seen) == 2
     prompts, kinds, step = seen[1]
     assert prompts == turns and sorted(set(kinds)) == ["k0", "k1", "k2", "k3"] and len(kinds) == 16
 
@@ -102,7 +102,7 @@ def test_an_exception_of_a_reward_arrives_unchanged_and_the_run_resumes(start, t
         start(broken, folder=tmp_path / "cut").train()
     assert caught.value is error and traceback.extract_tb(error.__traceback__)[-1].name == "broken"
     # The first call is the trial before the run, so step 2 has failed.
-    assert asked == [1, 16, 16] and [path.name for path in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-1"]
+    assert asked == [4, 16, 16] and [path.name for path in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-1"]
     kept = (tmp_path / "cut/rollouts/unscored-step-000002.jsonl").read_text().splitlines()
     assert sum(len(json.loads(row)["completions"]) for row in kept) == 16
     assert start(broken, folder=tmp_path / "cut").train().global_step == 3
@@ -120,7 +120,7 @@ def test_an_exception_of_a_callback_arrives_unchanged(start, tmp_path):
 
 
 def test_a_wrong_answer_of_a_reward_is_an_error_with_its_name(start):
-    with pytest.raises(omnigrpo.OmnigrpoError, match=r"short.*2 values for 1 completions"):
+    with pytest.raises(omnigrpo.OmnigrpoError, match=r"short.*2 values for 4 completions"):
         start(short).train()
 
 
@@ -178,7 +178,7 @@ def test_ctrl_c_saves_and_the_same_call_resumes_to_the_same_bytes(start, tmp_pat
                 interrupt()
 
     def reward(completions, **kwargs):
-        if moment == "reward" and len(completions) > 1 and not sent:
+        if moment == "reward" and len(completions) > 48 and not sent:
             interrupt()
             time.sleep(5)
         return brief(completions, **kwargs)

@@ -264,3 +264,70 @@ def test_log_probabilities_are_those_of_transformers(demo):
     assert answer["logprobs"] == pytest.approx(theirs, abs=1e-4) and len(theirs) > 2
     scored = own.score({**row, "prompt": turn}, [answer["text"]])[0]
     assert scored[: len(theirs) - 1] == pytest.approx(theirs[:-1], abs=1e-4)
+
+
+def test_text_prompts_are_those_of_trl(demo, tmp_path):
+    """The quickstart of TRL: prompts that are texts, and a reward that counts characters."""
+    trl, transformers, datasets = needs("trl"), needs("transformers"), needs("datasets")
+    processor = transformers.AutoProcessor.from_pretrained(demo / "model")
+    templated = processor.apply_chat_template([{"role": "user", "content": "Which?"}], add_generation_prompt=True, tokenize=False)
+    rows, seen = [{"prompt": text} for text in ("Which colour is grass?", "Say a number.", templated, "How many?")], {}
+
+    def reward(name):
+        def keep(prompts, completions, **kwargs):
+            seen[name] = set(prompts), {type(completion) for completion in completions}
+            return [-float(abs(20 - len(completion))) for completion in completions]
+
+        return keep
+
+    args = trl_config(trl, tmp_path / "trl", max_steps=1)
+    trl.GRPOTrainer(str(demo / "model"), reward("trl"), args, datasets.Dataset.from_list(rows), processing_class=processor).train()
+    args.output_dir = str(tmp_path / "own")
+    omnigrpo.GRPOTrainer(demo / "model", reward("own"), args, datasets.Dataset.from_list(rows)).train()
+    assert seen["own"] == seen["trl"] == ({row["prompt"] for row in rows}, {str})
+    # The tokens of the prompts are those of the tokenizer of transformers.
+    own = omnigrpo.Model.load(demo / "model", dtype="float32")
+    peer = transformers.AutoModelForImageTextToText.from_pretrained(demo / "model", dtype="float32")
+    torch = needs("torch")
+    for row in rows:
+        answer = own.generate([row], temperature=0, max_completion_length=6, continue_text_prompts=True)[0][0]
+        inputs = processor.tokenizer(row["prompt"], return_tensors="pt")
+        ids = torch.tensor([answer["completion_ids"]])
+        with torch.no_grad():
+            logits = peer(input_ids=torch.cat([inputs["input_ids"], ids], dim=1)).logits[0, -ids.shape[1] - 1 : -1]
+        theirs = logits.log_softmax(-1).gather(-1, ids[0][:, None])[:, 0].tolist()
+        assert answer["logprobs"] == pytest.approx(theirs, abs=1e-4)
+
+
+def test_a_changed_processor_is_refused_by_what_differs(demo, tmp_path):
+    transformers = needs("transformers")
+    rows, model = demo / "data/train.jsonl", str(demo / "model")
+    make = lambda processor: omnigrpo.GRPOTrainer(model, "accuracy", None, rows, processing_class=processor)  # noqa: E731
+    fresh = lambda: transformers.AutoProcessor.from_pretrained(model)  # noqa: E731
+    processor = fresh()
+    # Padding has no effect.
+    processor.tokenizer.pad_token, processor.tokenizer.padding_side = processor.tokenizer.eos_token, "left"
+    make(processor)
+    make(processor.tokenizer)
+    processor.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(ValueError, match="processing_class differs .* in chat_template, expected"):
+        make(processor)
+    processor = fresh()
+    processor.image_processor.max_pixels = 12345
+    with pytest.raises(ValueError, match="image_processor.max_pixels"):
+        make(processor)
+    processor = fresh()
+    processor.tokenizer.add_special_tokens({"additional_special_tokens": ["<more>"]})
+    with pytest.raises(ValueError, match="tokenizer.added tokens"):
+        make(processor)
+
+
+def test_a_saved_adapter_finds_its_base(demo, tmp_path):
+    peft = needs("peft")
+    args = omnigrpo.SFTConfig(
+        tmp_path / "adapter", use_peft=True, lora_rank=2, max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=1, dtype="float32"
+    )
+    omnigrpo.SFTTrainer(demo / "model", args, [{"prompt": [{"role": "user", "content": "?"}], "solution": "1"}] * 2).train()
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert Path(config["base_model_name_or_path"]) == (demo / "model").resolve()
+    assert peft.AutoPeftModel.from_pretrained(tmp_path / "adapter").peft_config["default"].r == 2

@@ -46,6 +46,8 @@ pub struct ReadOptions {
     pub use_audio_in_video: bool,
     /// Flag that accepts a row without a question, for an environment that asks.
     pub empty_questions: bool,
+    /// Flag that gives a `prompt` that is a text to the model as it stands ([`Sample::is_text`]).
+    pub continue_text_prompts: bool,
     /// Column names that replace the ones the formats expect.
     pub columns: ColumnNames,
 }
@@ -123,6 +125,7 @@ impl Default for ReadOptions {
             seed: 0,
             use_audio_in_video: false,
             empty_questions: false,
+            continue_text_prompts: false,
             columns: ColumnNames::default(),
         }
     }
@@ -167,6 +170,7 @@ pub struct Dataset {
     template: &'static QuestionTemplate,
     use_audio_in_video: bool,
     empty_questions: bool,
+    continue_text_prompts: bool,
     names: ColumnNames,
 }
 
@@ -264,6 +268,7 @@ impl RowReader {
             names: &options.columns,
             use_audio_in_video: options.use_audio_in_video,
             empty_questions: options.empty_questions,
+            continue_text_prompts: options.continue_text_prompts,
         };
         formats::sample(row, 0, 1, &context)
     }
@@ -365,6 +370,7 @@ impl Dataset {
             template: options.template,
             use_audio_in_video: options.use_audio_in_video,
             empty_questions: options.empty_questions,
+            continue_text_prompts: options.continue_text_prompts,
             names: options.columns.clone(),
         };
         dataset.check_names()?;
@@ -451,6 +457,7 @@ impl Dataset {
             names: &self.names,
             use_audio_in_video: self.use_audio_in_video,
             empty_questions: self.empty_questions,
+            continue_text_prompts: self.continue_text_prompts,
         }
     }
 

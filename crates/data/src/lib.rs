@@ -8,6 +8,7 @@
 //!
 //! An unusable row is reported as a [`RowError`] and does not affect other rows. Paths never leave their [`Roots`].
 
+mod accepted;
 mod check;
 mod dataset;
 mod error;
@@ -25,6 +26,7 @@ mod sampling;
 mod store;
 mod vivqa_x;
 
+pub use accepted::accepted_answers;
 pub use check::{
     Cause, CheckOptions, Counts, Estimate, LongPrompt, Measure, MediumInfo, Probe, Problem, Report, check,
 };

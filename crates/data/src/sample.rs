@@ -10,6 +10,8 @@ use omnigrpo_text::{MediumKind, Part, Role, Turn};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
+use crate::accepted::accepted_answers;
+
 /// Parsed row of a dataset. The prompt consists of `turns` and `media`; the other fields are for rewards and logs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
@@ -27,9 +29,12 @@ pub struct Sample {
     /// Every medium of `turns`, each mentioned exactly once: `Part::Medium { kind, index }` is the `index`-th medium of
     /// that kind in this list.
     pub media: Vec<MediumRef>,
+    /// True if the prompt is a text that the model continues as it stands, without a chat template. It is the only part of `turns`.
+    pub is_text: bool,
     /// Ground truth for rewards, verbatim. It comes from the column named in [`ColumnNames`](crate::ColumnNames), else from the
-    /// first of `solution`, `answer`, `ground_truth`, `reward_model.ground_truth`, the final assistant turn, `label`. Values that
-    /// are not strings are given as JSON text.
+    /// first of `solution`, `answer`, `ground_truth`, `reward_model.ground_truth`, `answers`, the final assistant turn, `label`.
+    /// Values that are not strings are given as JSON text. A list of texts accepts any of them
+    /// ([`accepted_answers`](crate::accepted_answers)).
     pub solution: Option<String>,
     /// Source of `solution`: the name of the column, or `(the final turn)`.
     pub solution_from: Option<Arc<str>>,
@@ -48,11 +53,13 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// Returns the turns after the prompt that supervised training reads: those of the reference, else the solution.
+    /// Returns the turns after the prompt that supervised training reads: those of the reference, else the solution, of which the
+    /// first accepted answer.
     pub fn sft_turns(&self) -> Vec<Turn> {
         match &self.solution {
             Some(solution) if self.reference.later.is_empty() => {
-                vec![Turn::text(Role::Assistant, solution.clone())]
+                let first = accepted_answers(solution).and_then(|all| all.into_iter().next());
+                vec![Turn::text(Role::Assistant, first.unwrap_or_else(|| solution.clone()))]
             }
             _ => self.reference.later.clone(),
         }

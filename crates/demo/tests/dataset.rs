@@ -242,6 +242,7 @@ fn the_completion_given_earns_everything_and_other_replies_only_the_format() {
             key: RowKey { seed: 0, step: 0, row: 0, sample: 0 },
             truncated: false,
             added_turns: 0,
+            is_text: false,
         };
         let scores = rewards.score(&[input]).unwrap();
         (scores.values[0][0].unwrap(), scores.values[1][0].unwrap())

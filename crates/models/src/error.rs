@@ -14,7 +14,7 @@ omnigrpo_guard::settings! {
         IMAGE_MAX_PIXELS = image.max_pixels, IMAGE_MIN_PIXELS = image.min_pixels,
         VIDEO_MAX_PIXELS = video.max_pixels, VIDEO_MIN_PIXELS = video.min_pixels, VIDEO_TOTAL_PIXELS = video.total_pixels,
         VIDEO_FPS = video.fps, VIDEO_NFRAMES = video.nframes, VIDEO_MAX_FRAMES = video.max_frames,
-        VIDEO_MIN_FRAMES = video.min_frames,
+        VIDEO_MIN_FRAMES = video.min_frames, MISSING_AUDIO = missing_audio,
     }
     struct PromptSettings { MAX_COMPLETION_LENGTH = max_completion_length, MAX_PROMPT_LENGTH = max_prompt_length }
     extern Selection { LLM = llm, PATTERNS = patterns }
@@ -223,6 +223,15 @@ pub enum ModelError {
     /// The attention layout of a pass is invalid.
     #[error(transparent)]
     Attention(#[from] omnigrpo_ops::LayoutError),
+    /// A file without the sound that its row asks for.
+    #[error(
+        "{}: the file has no audio track; remove the audio from the row, or take silence in its place ({MISSING_AUDIO} silence)",
+        path.display()
+    )]
+    NoSound {
+        /// The file.
+        path: PathBuf,
+    },
     /// A medium could not be read.
     #[error(transparent)]
     Media(#[from] omnigrpo_media::MediaError),

@@ -1,12 +1,11 @@
-//! Public names of checkpoint directories.
+//! Names of checkpoint directories, by which other programs load them.
 
 use std::path::Path;
 
-/// The name of a checkpoint for use on other machines. A local path would be meaningless there and would reveal details of this
-/// machine.
+/// The name of a checkpoint in an adapter and in a model card. `transformers` and `peft` load the checkpoint by it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Origin {
-    /// `ORG/NAME` for a model in the Hugging Face cache, else the name of the directory.
+    /// `ORG/NAME` for a model in the Hugging Face cache, else the absolute path of the directory.
     pub name: String,
     /// Commit of a model in the cache.
     pub revision: Option<String>,
@@ -16,16 +15,18 @@ impl Origin {
     /// Derives the name from the path: the cache stores a model in `models--ORG--NAME/snapshots/COMMIT`.
     #[must_use]
     pub fn of(dir: &Path) -> Self {
-        // The path is made absolute because `.` and `..` have no name.
-        let path = std::path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
-        let path = if path.ends_with("..") { path.canonicalize().unwrap_or(path) } else { path };
-        let name = |path: &Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
-        let repo = path.parent().filter(|folder| folder.ends_with("snapshots")).and_then(|folder| {
-            name(folder.parent()?)?.strip_prefix("models--").map(|repo| repo.replacen("--", "/", 1))
+        // The path of a folder that was moved away has no canonical form.
+        let path =
+            dir.canonicalize().or_else(|_| std::path::absolute(dir)).unwrap_or_else(|_| dir.to_owned());
+        let cached = [dir, &path].into_iter().find_map(|dir| {
+            let name = |path: &Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
+            let folder = dir.parent().filter(|folder| folder.ends_with("snapshots"))?;
+            let repo = name(folder.parent()?)?.strip_prefix("models--")?.replacen("--", "/", 1);
+            Some((repo, name(dir)))
         });
-        match repo {
-            Some(repo) => Self { name: repo, revision: name(&path) },
-            None => Self { name: name(&path).unwrap_or_else(|| "model".to_owned()), revision: None },
+        match cached {
+            Some((name, revision)) => Self { name, revision },
+            None => Self { name: path.display().to_string(), revision: None },
         }
     }
 }
@@ -35,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn models_of_the_cache_have_their_hub_name_and_others_no_path() {
+    fn models_of_the_cache_have_their_hub_name_and_others_their_path() {
         let of = |path: &str| {
             let Origin { name, revision } = Origin::of(Path::new(path));
             (name, revision)
@@ -46,10 +47,13 @@ mod tests {
             ("me/tiny--v2".to_owned(), commit.clone())
         );
         assert_eq!(of("hub/models--gpt2/snapshots/abc123/"), ("gpt2".to_owned(), commit));
-        assert_eq!(of("/x/somebody/runs/sft"), ("sft".to_owned(), None));
-        assert_eq!(of("/x/snapshots/abc123"), ("abc123".to_owned(), None));
-        assert_eq!(of("runs/sft/"), ("sft".to_owned(), None));
-        assert!(!of(".").0.contains(['/', '.']), "{:?}", of("."));
-        assert_eq!(of("/"), ("model".to_owned(), None));
+        assert_eq!(of("/x/somebody/runs/sft"), ("/x/somebody/runs/sft".to_owned(), None));
+        assert_eq!(of("/x/snapshots/abc123"), ("/x/snapshots/abc123".to_owned(), None));
+        let here = std::env::current_dir().unwrap().canonicalize().unwrap();
+        for (relative, expected) in
+            [("runs/none/", here.join("runs/none/")), (".", here.clone()), ("src/..", here)]
+        {
+            assert_eq!(of(relative), (expected.display().to_string(), None), "{relative}");
+        }
     }
 }

@@ -118,9 +118,15 @@ impl Model {
         crate::weights::share(&path)?;
         let whole: Vec<String> = whole.into_iter().map(|m| format.module_name(m)).collect();
         let base = Origin::of(self.dir());
+        // `AutoPeftModel` makes the base by this class. It refuses a task type, whose classes do not include models that see.
+        let classes = self.checkpoint().config().get("architectures");
+        let class = classes.and_then(|classes| classes.get(0)).and_then(Value::as_str);
+        let by_class =
+            class.map(|class| json!({ "base_model_class": class, "parent_library": "transformers" }));
         let config = json!({
             "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
+            "task_type": if by_class.is_some() { Value::Null } else { json!("CAUSAL_LM") },
+            "auto_mapping": by_class,
             "base_model_name_or_path": base.name,
             "revision": base.revision,
             "inference_mode": true,

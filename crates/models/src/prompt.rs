@@ -688,8 +688,32 @@ impl PromptBuilder {
         self.shown(media.iter().map(|m| (m.kind, &m.shape, &m.frame_times_secs[..])))
     }
 
+    /// Returns the text of a prompt, whose end is what the chat template writes before a completion, such as `<think>\n`.
+    ///
+    /// # Errors
+    /// Returns an error if the template cannot render a question.
+    pub fn rendered_question(&self) -> Result<String> {
+        let question = self.family.processor().arrange(&[Turn::text(Role::User, "?")]);
+        let renderer = PromptRenderer::new(&self.tokenizer, &self.template);
+        Ok(renderer.render(&question, &[], &self.settings.render)?.text)
+    }
+
+    /// Renders a text as it stands. Control tokens in it count, since the text may be the output of a chat template, and the tokenizer
+    /// adds its start token.
+    fn continued(&self, text: &str) -> Result<RenderedPrompt> {
+        let ids = self.tokenizer.encode_continued(text, &self.family.processor().placeholder_ids())?;
+        if ids.is_empty() {
+            return Err(ModelError::NoUserTurn);
+        }
+        self.check_length(ids.len(), &[])?;
+        Ok(RenderedPrompt { ids, spans: Vec::new(), text: text.to_owned() })
+    }
+
     /// Renders turns of a row, with the tools of the row if it has its own.
     fn render(&self, sample: &Sample, turns: &[Turn], media: &[MediumTokens]) -> Result<RenderedPrompt> {
+        if sample.is_text {
+            return self.continued(&sample.question());
+        }
         let turns = &self.family.processor().arrange(turns);
         if !turns.iter().any(|turn| turn.role == Role::User) {
             return Err(ModelError::NoUserTurn);

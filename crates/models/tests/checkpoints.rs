@@ -986,7 +986,7 @@ fn companions_are_copied_and_the_template_is_a_file() {
     assert!(!saved.join("pytorch_model.bin").exists());
     assert_eq!(text("chat_template.jinja"), config["chat_template"].as_str().unwrap());
 
-    // An adapter brings the same files, and names its base without the path.
+    // An adapter brings the same files, and names its base by its path.
     let (rank, alpha, targets) = (2, 4.0, vec!["q_proj".to_owned()]);
     model.add_lora(&LoraConfig { rank, alpha, dropout: 0.0, rslora: false, targets, seed: 3 }).unwrap();
     let adapter = folder.path().join("adapter");
@@ -996,7 +996,7 @@ fn companions_are_copied_and_the_template_is_a_file() {
     let config: serde_json::Value = serde_json::from_str(&config).unwrap();
     assert_eq!(
         (&config["base_model_name_or_path"], &config["revision"]),
-        (&"source".into(), &serde_json::Value::Null)
+        (&source.canonicalize().unwrap().to_str().unwrap().into(), &serde_json::Value::Null)
     );
 
     // A template of its own is left as it is.

@@ -51,6 +51,7 @@ fn sample(text: &str, kinds: &[MediumKind]) -> Sample {
         options: MediumOptions::default(),
     });
     Sample {
+        is_text: false,
         id: "test".into(),
         row: 0,
         dataset: "test".into(),

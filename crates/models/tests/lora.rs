@@ -168,12 +168,16 @@ fn files_are_those_of_peft() {
             serde_json::from_slice(&std::fs::read(dir.join("adapter_config.json")).unwrap()).unwrap()
         };
         let (ours, theirs) = (read(dir.path()), read(&from));
-        for key in ["peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "task_type"] {
-            // peft has no task for a model that is not of transformers.
-            if !theirs[key].is_null() {
-                assert_eq!(ours[key], theirs[key], "{adapter}: {key}");
-            }
+        for key in ["peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias"] {
+            assert_eq!(ours[key], theirs[key], "{adapter}: {key}");
         }
+        // `AutoPeftModel` loads the base by its class and its path, and only without a task.
+        let class = &model.checkpoint().config().get("architectures").unwrap()[0];
+        assert_eq!(
+            (&ours["auto_mapping"]["base_model_class"], &ours["task_type"]),
+            (class, &serde_json::Value::Null)
+        );
+        assert!(Path::new(ours["base_model_name_or_path"].as_str().unwrap()).is_dir(), "{adapter}");
         // And back.
         let mut again = load(name);
         again.load_adapter(dir.path()).unwrap();

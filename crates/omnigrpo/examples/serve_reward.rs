@@ -51,6 +51,7 @@ fn main() -> anyhow::Result<()> {
         key: RowKey { seed: 0, step: 0, row: 0, sample: 0 },
         truncated: false,
         added_turns: 0,
+        is_text: false,
     };
     let scores = rewards.score(&[row])?;
     println!("{}: {:.3}", scores.names[0], scores.values[0][0].unwrap_or(f64::NAN));

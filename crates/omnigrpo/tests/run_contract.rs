@@ -58,7 +58,7 @@ fn a_log_tells_rewards_warnings_and_completions_without_codes() {
         "once.sh",
         r#"n=0
 while read -r line; do n=$((n+1)); [ $n = 2 ] && [ ! -e been ] && { touch been; printf 'lost \033[31m' >&2; exit 1; }
-case $line in *\"probe\":true*) id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [0.5]}"; continue;; esac
+case $line in *\"probe\":true*) id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [0.5, 0.5]}"; continue;; esac
 id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [0.25, 1]}"; done"#,
     );
     let line = "train --model M --train_file rows.jsonl --num_generations 2 --gradient_accumulation_steps 1 \

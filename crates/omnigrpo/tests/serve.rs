@@ -128,6 +128,7 @@ fn a_judge_reward_asks_the_server() {
             prompt: "",
             turns: &[],
             added_turns: 0,
+            is_text: false,
             completion: "",
             completion_ids: &[],
             solution: None,

@@ -301,7 +301,7 @@ fn an_evaluation_goes_on_only_with_the_reward_it_began_with() {
 #[test]
 fn a_reward_program_that_is_killed_mid_run_loses_no_step() {
     let place = Place::new();
-    let answer = r#"id=${line#*\"id\":}; case $line in *\"probe\":true*) r=0;; *) r=0.1,0.9;; esac; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [$r]}""#;
+    let answer = r#"id=${line#*\"id\":}; case $line in *\"probe\":true*) r=0,0;; *) r=0.1,0.9;; esac; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [$r]}""#;
     place.write("steady.sh", format!("while read -r line; do {answer}; done"));
     let killed = format!(
         "n=0\nwhile read -r line; do n=$((n+1)); [ $n = 2 ] && echo x >> kills && kill -9 $$; {answer}; done"
@@ -325,7 +325,7 @@ fn a_model_that_is_cut_off_mid_run_is_told() {
     let place = Place::new();
     place.copied_checkpoint("model");
     std::fs::copy(place.path("model/model.safetensors"), place.path("kept")).unwrap();
-    let answer = r#"id=${line#*\"id\":}; case $line in *\"probe\":true*) r=0;; *) r=0.1,0.9; [ -e cut ] && : > model/model.safetensors;; esac; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [$r]}""#;
+    let answer = r#"id=${line#*\"id\":}; case $line in *\"probe\":true*) r=0,0;; *) r=0.1,0.9; [ -e cut ] && : > model/model.safetensors;; esac; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [$r]}""#;
     place.write("cut.sh", format!("while read -r line; do {answer}; done"));
     place.write("cut", "");
     let line = "train --model model --train_file rows.jsonl --max_steps 2 --num_generations 2 --gradient_accumulation_steps 1 --max_completion_length 2 --beta 0.04 --output_dir run";
@@ -347,7 +347,7 @@ fn rows_that_are_overwritten_mid_run_are_told() {
     place.write("mine.jsonl", rows("first"));
     place.write("first.jsonl", rows("first"));
     place.write("other.jsonl", rows("other"));
-    let answer = r#"id=${line#*\"id\":}; case $line in *\"probe\":true*) r=0;; *) r=0.1,0.9; [ -e swap ] && cat other.jsonl > mine.jsonl;; esac; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [$r]}""#;
+    let answer = r#"id=${line#*\"id\":}; case $line in *\"probe\":true*) r=0,0;; *) r=0.1,0.9; [ -e swap ] && cat other.jsonl > mine.jsonl;; esac; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [$r]}""#;
     place.write("swap.sh", format!("while read -r line; do {answer}; done"));
     let line = |dir: &str| {
         format!(
@@ -400,7 +400,7 @@ fn the_first_signal_is_answered_and_the_second_ends_the_run_at_once() {
     // The first line belongs to the trial before the run.
     place.write(
         "slow.sh",
-        r#"read -r line; id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [0]}"; read -r line; echo asked >> asked; sleep 1000"#,
+        r#"read -r line; id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [0, 0]}"; read -r line; echo asked >> asked; sleep 1000"#,
     );
     let mut command = place.command(line);
     command.args(["--reward_funcs", "cmd:bash slow.sh"]);
@@ -494,7 +494,7 @@ fn reward_programs_end_with_the_run() {
 #[test]
 fn secrets_of_rewards_are_not_written() {
     let place = Place::new();
-    let answer = r#"id=${line#*\"id\":}; case $line in *\"probe\":true*) r=0;; *) r=0.1,0.9;; esac; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [$r]}""#;
+    let answer = r#"id=${line#*\"id\":}; case $line in *\"probe\":true*) r=0,0;; *) r=0.1,0.9;; esac; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [$r]}""#;
     place.write("steady.sh", format!("while read -r line; do {answer}; done"));
     let run = |token: &str, steps: usize| {
         let line = format!(

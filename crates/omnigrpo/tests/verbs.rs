@@ -154,7 +154,7 @@ fn sft_and_train_leave_a_model_that_runs() {
     assert!(sft.stderr.contains("step 2/2 | loss ") && !sft.stderr.contains("reward"), "{}", sft.stderr);
     place.write(
         "half.sh",
-        r#"while read -r line; do id=${line#*\"id\":}; case $line in *\"probe\":true*) r=0.5;; *) r=0.5,0.25;; esac; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [$r]}"; done"#,
+        r#"while read -r line; do id=${line#*\"id\":}; case $line in *\"probe\":true*) r=0.5,0.5;; *) r=0.5,0.25;; esac; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [$r]}"; done"#,
     );
     let line = format!("train --model sft --train_file rows.jsonl --output_dir run {SMALL}");
     place.run_with(&line, &["--reward_funcs", "accuracy", "format", "cmd:bash half.sh"]).ok();
@@ -392,7 +392,7 @@ fn right_answers_that_need_the_order_of_frames_earn_a_bonus() {
         "judge.sh",
         // After the trial, the first request has the completions of all rows, the second those on shuffled frames: right, then wrong.
         r#"n=0; while read -r line; do id=${line#*\"id\":}
-case $line in *\"probe\":true*) echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [0]}"; continue;; esac
+case $line in *\"probe\":true*) echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [0,0,0,0]}"; continue;; esac
 r=1; [ $((n%2)) = 1 ] && r=0; n=$((n+1))
 k=$(grep -o '"completion":' <<< "$line" | wc -l); list=$(printf "$r,%.0s" $(seq $k)); echo "$k $r" >> asked
 echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [${list%,}]}"; done"#,
@@ -991,10 +991,14 @@ fn a_model_of_the_hub_is_fetched_and_named() {
         (&config["base_model_name_or_path"], &config["revision"]),
         (&json!("me/tiny"), &json!(commit))
     );
-    // A directory is named without its path. Its own card names its base, which an adapter to it does not need.
+    // A directory is named by its path. Its own card names its base, which an adapter to it does not need.
     place.run(&format!("{sft} on --model run")).ok();
     let card = place.text("on/README.md");
-    assert!(card.contains("base_model: me/tiny\n") && card.contains("Trained from `run` with"), "{card}");
+    assert!(
+        card.contains("base_model: me/tiny\n")
+            && card.contains(&format!("Trained from `{}` with", place.path("run").display())),
+        "{card}"
+    );
     place.run(&format!("{sft} adapter --model run --use_peft")).ok();
     let card = place.text("adapter/README.md");
     assert!(card.starts_with("---\nlibrary_name: peft\n") && !card.contains("base_model"), "{card}");
@@ -1648,8 +1652,8 @@ fn a_reward_that_gives_no_answer_ends_the_command() {
             "rewards run --input said.jsonl --output out.jsonl --reward_timeout_secs 5 --reward_funcs {funcs}"
         ))
     };
-    let refused =
-        run("judge:http://127.0.0.1:1/v1").fails(1, &["judge", "the reward had to score one completion"]);
+    let refused = run("judge:http://127.0.0.1:1/v1")
+        .fails(1, &["judge", "the reward had to score the completions of one row"]);
     assert!(refused.stderr.lines().count() < 12, "{}", refused.stderr);
     // It answers the trial and ends; each process after it ends before its first answer.
     place.write(

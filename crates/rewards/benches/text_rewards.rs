@@ -63,6 +63,7 @@ fn bench(criterion: &mut Criterion) {
             key: RowKey { seed: 0, step: 0, row: i as u64, sample: 0 },
             truncated: false,
             added_turns: 0,
+            is_text: false,
         };
         rows.iter().enumerate().map(input).collect()
     }

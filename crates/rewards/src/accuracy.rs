@@ -7,13 +7,13 @@
 
 use std::collections::BTreeSet;
 
-use crate::answer::{Question, same_label};
+use crate::answer::{Question, best, golds, same_label};
 use crate::contract::PerRow;
 use crate::error::ACCURACY_MODE;
 use crate::tags::content;
 use crate::{
     AccuracyMode, AnswerPolicy, Compat, Reward, RewardError, RewardInput, RewardOptions, all_match, boxes,
-    choice, detection, emotion, fuzzy, iou, math, short_text, weighted_sum, yes_no,
+    choice, detection, emotion, fuzzy, interval, iou, math, short_text, weighted_sum, yes_no,
 };
 
 /// Columns that choose the rule of a row. The first that is present wins.
@@ -32,9 +32,8 @@ pub(crate) fn by_rule(
     options: &RewardOptions,
 ) -> Result<Box<dyn Reward>, RewardError> {
     let (policy, compat) = (options.answer_policy, options.compat.clone());
-    let score = move |input: &RewardInput<'_>| {
-        Ok(Question::new(input, policy).and_then(|question| compare(mode, &question, &compat)))
-    };
+    let score =
+        move |input: &RewardInput<'_>| Ok(best(input, policy, |question| compare(mode, question, &compat)));
     Ok(Box::new(PerRow { name, range: range(mode), score }))
 }
 
@@ -56,7 +55,7 @@ impl Scorer {
 
     pub fn score(&self, input: &RewardInput<'_>) -> Result<Option<f64>, String> {
         let mode = self.mode_of(input)?;
-        Ok(Question::new(input, self.policy).and_then(|question| compare(mode, &question, &self.compat)))
+        Ok(best(input, self.policy, |question| compare(mode, question, &self.compat)))
     }
 
     /// Returns true for at least 0.7 of the full score, which is VLM-R1's threshold for a length reward.
@@ -107,6 +106,7 @@ fn compare(mode: AccuracyMode, question: &Question<'_>, compat: &BTreeSet<Compat
         AccuracyMode::YesNo if has(Compat::VlmR1Choice) => Some(yes_no::vlmr1(question)),
         AccuracyMode::YesNo => yes_no::score(question),
         AccuracyMode::Iou => iou::score(question, has(Compat::VlmR1Iou)),
+        AccuracyMode::TemporalIou => interval::score(question),
         AccuracyMode::OdAp => detection::average_precision(question, detection::Thresholds::Coco),
         AccuracyMode::OdAp50 => detection::average_precision(question, detection::Thresholds::Half),
         AccuracyMode::OdLength => detection::with_length(question),
@@ -136,7 +136,11 @@ pub fn suitable_rule(question: &str, solution: &str) -> Option<AccuracyMode> {
         key: crate::RowKey { seed: 0, step: 0, row: 0, sample: 0 },
         truncated: false,
         added_turns: 0,
+        is_text: false,
     };
+    let golds = golds(solution, AnswerPolicy::Last);
+    let input =
+        RewardInput { solution: golds.as_ref().map_or(Some(solution), |all| Some(all.first()?)), ..input };
     let question = Question::new(&input, AnswerPolicy::Last).filter(|question| !question.gold.is_empty())?;
     Some(match auto(&question) {
         AccuracyMode::McqExact if choice::num_labels(&question) > 1 => AccuracyMode::McqIou,
@@ -147,11 +151,15 @@ pub fn suitable_rule(question: &str, solution: &str) -> Option<AccuracyMode> {
 
 /// Returns the most specific rule that suits the ground truth.
 fn auto(question: &Question<'_>) -> AccuracyMode {
-    let gold = question.gold;
+    let gold = &*question.gold;
     if boxes::detections(gold).is_some_and(|boxes| !boxes.is_empty()) {
         AccuracyMode::OdAp
     } else if boxes::is_one_box(gold) {
         AccuracyMode::Iou
+    } else if math::is_tuple(gold) && !choice::is_offered(question) {
+        AccuracyMode::Math
+    } else if interval::is_interval(gold) {
+        AccuracyMode::TemporalIou
     } else if choice::is_choice(question) {
         AccuracyMode::McqExact
     } else if yes_no::polarity_of_word(gold).is_some() {
@@ -164,7 +172,7 @@ fn auto(question: &Question<'_>) -> AccuracyMode {
 }
 
 fn label(question: &Question<'_>) -> Option<f64> {
-    (!question.gold.is_empty()).then(|| f64::from(same_label(question.answer, question.gold)))
+    (!question.gold.is_empty()).then(|| f64::from(same_label(&question.answer, &question.gold)))
 }
 
 /// Compares as in R1-V: equal values score 1. Otherwise, the text of the first one-line answer tag must be exactly equal on both

@@ -6,8 +6,8 @@
 use crate::answer::Question;
 
 pub(crate) fn score(question: &Question<'_>) -> Option<f64> {
-    let gold = clean(question.gold);
-    (!gold.is_empty()).then(|| f64::from(clean(question.answer) == gold))
+    let gold = clean(&question.gold);
+    (!gold.is_empty()).then(|| f64::from(clean(&question.answer) == gold))
 }
 
 /// Cleans a text without its answer tag, as VLM-R1 does.

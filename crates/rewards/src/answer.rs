@@ -1,37 +1,75 @@
 //! Answers of completions, and their comparison as text.
 
+use std::borrow::Cow;
+
+use omnigrpo_data::accepted_answers;
 use unicode_normalization::UnicodeNormalization;
 
+use crate::latex::{bare, boxed};
 use crate::tags::content;
 use crate::{AnswerPolicy, RewardInput};
 
-/// The answer of a completion, with the ground truth.
-#[derive(Debug, Clone, Copy)]
+/// The answer of a completion, with a ground truth. Both are without white space and LaTeX around them ([`bare`]).
+#[derive(Debug, Clone)]
 pub(crate) struct Question<'a> {
     /// The row.
     pub input: &'a RewardInput<'a>,
-    /// Trimmed content of the answer tag that the policy selects.
-    pub tagged: Option<&'a str>,
-    /// `tagged` or, without a tag, the trimmed text after the thinking or the complete trimmed completion.
-    pub answer: &'a str,
-    /// Trimmed content of the ground truth's answer tag or, without a tag, the complete trimmed ground truth.
-    pub gold: &'a str,
+    /// Content of the answer tag that the policy selects or, without a tag, of the last `\boxed{…}` after the thinking.
+    pub tagged: Option<Cow<'a, str>>,
+    /// `tagged`, or otherwise the text after the thinking or the complete completion.
+    pub answer: Cow<'a, str>,
+    /// Content of the ground truth's answer tag or, without a tag, the complete ground truth.
+    pub gold: Cow<'a, str>,
 }
 
 impl<'a> Question<'a> {
     /// Returns `None` if the row has no ground truth.
     pub fn new(input: &'a RewardInput<'a>, policy: AnswerPolicy) -> Option<Self> {
         let solution = input.solution?;
-        let gold = content(solution, "answer", policy).unwrap_or(solution).trim();
-        let tagged = content(input.completion, "answer", policy).map(str::trim);
-        Some(Self { input, tagged, answer: said(input.completion, policy), gold })
+        let gold = bare(content(solution, "answer", policy).unwrap_or(solution));
+        let tagged = marked(input.completion, policy);
+        let answer = tagged.clone().unwrap_or_else(|| bare(untagged(input.completion)));
+        Some(Self { input, tagged, answer, gold })
     }
 }
 
-/// Returns the trimmed answer of a completion: the content of the answer tag that the policy selects, otherwise the text after
-/// the thinking, otherwise the complete text.
-pub(crate) fn said(completion: &str, policy: AnswerPolicy) -> &str {
-    content(completion, "answer", policy).map_or_else(|| untagged(completion), str::trim)
+/// Compares a completion with each accepted answer of its row, and returns the best score. Returns `None` if the row has no ground
+/// truth, or if `compare` returns it for every accepted answer.
+pub(crate) fn best(
+    input: &RewardInput<'_>,
+    policy: AnswerPolicy,
+    mut compare: impl FnMut(&Question<'_>) -> Option<f64>,
+) -> Option<f64> {
+    let solution = input.solution?;
+    let Some(answers) = golds(solution, policy) else { return compare(&Question::new(input, policy)?) };
+    let mut best: Option<f64> = None;
+    for answer in &answers {
+        let input = RewardInput { solution: Some(answer), ..*input };
+        let score = Question::new(&input, policy).and_then(|question| compare(&question));
+        best = match (best, score) {
+            (Some(best), Some(score)) => Some(best.max(score)),
+            (best, score) => best.or(score),
+        };
+    }
+    best
+}
+
+/// Returns the accepted answers of a ground truth that is a list, with or without an answer tag around it.
+pub(crate) fn golds(solution: &str, policy: AnswerPolicy) -> Option<Vec<String>> {
+    accepted_answers(solution).or_else(|| accepted_answers(content(solution, "answer", policy)?))
+}
+
+/// Returns the answer that a completion marks: the content of the answer tag that the policy selects, otherwise that of the last
+/// `\boxed{…}` after the thinking.
+pub(crate) fn marked(completion: &str, policy: AnswerPolicy) -> Option<Cow<'_, str>> {
+    let tagged = content(completion, "answer", policy);
+    let text = tagged.or_else(|| Some(untagged(completion)).filter(|text| boxed(text).is_some()))?;
+    Some(bare(text))
+}
+
+/// Returns the answer of a completion: the one that it marks, otherwise the text after the thinking, otherwise the complete text.
+pub(crate) fn said(completion: &str, policy: AnswerPolicy) -> Cow<'_, str> {
+    marked(completion, policy).unwrap_or_else(|| bare(untagged(completion)))
 }
 
 /// Returns the text after the last `</think>`.

@@ -26,7 +26,7 @@ struct Choice {
 
 /// Returns 1 if all labels are correct, otherwise 0.
 pub(crate) fn exact(question: &Question<'_>) -> Option<f64> {
-    let (answer, gold) = match sides(question, question.answer)? {
+    let (answer, gold) = match sides(question, &question.answer)? {
         Sides::Labels(answer, gold) => (answer, gold),
         Sides::Texts(same) => return Some(f64::from(same)),
     };
@@ -35,7 +35,7 @@ pub(crate) fn exact(question: &Question<'_>) -> Option<f64> {
 
 /// Returns the number of shared labels divided by the number of all labels. Like the source, requires an answer tag.
 pub(crate) fn iou(question: &Question<'_>) -> Option<f64> {
-    let (answer, gold) = match sides(question, question.tagged.unwrap_or_default())? {
+    let (answer, gold) = match sides(question, question.tagged.as_deref().unwrap_or_default())? {
         Sides::Labels(answer, gold) => (answer, gold),
         Sides::Texts(same) => return Some(f64::from(same)),
     };
@@ -44,20 +44,23 @@ pub(crate) fn iou(question: &Question<'_>) -> Option<f64> {
 
 /// Returns true for a multiple-choice question: the ground truth has a label or names one of the question's choices.
 pub(crate) fn is_choice(question: &Question<'_>) -> bool {
-    let gold = question.gold;
+    let gold = &*question.gold;
     let marked = PARENTHESISED.captures(gold).next().is_some_and(|(at, _)| at == 0)
         || LEADING.captures(gold).next().is_some()
         || (gold.len() == 1 && gold.starts_with(|c: char| c.is_ascii_uppercase()));
-    marked || {
-        let choices = choices(question.input.prompt);
-        let known = |labels: Labels| labels.iter().all(|label| choices.iter().any(|c| &c.label == label));
-        !choices.is_empty() && labels(gold, &choices).is_some_and(known)
-    }
+    marked || is_offered(question)
+}
+
+/// Returns true if the question lists choices, and the ground truth consists of their labels or is the text of one.
+pub(crate) fn is_offered(question: &Question<'_>) -> bool {
+    let choices = choices(question.input.prompt);
+    let known = |labels: Labels| labels.iter().all(|label| choices.iter().any(|c| &c.label == label));
+    !choices.is_empty() && labels(&question.gold, &choices).is_some_and(known)
 }
 
 /// Returns the number of labels in the ground truth.
 pub(crate) fn num_labels(question: &Question<'_>) -> usize {
-    labels(question.gold, &choices(question.input.prompt)).map_or(0, |labels| labels.len())
+    labels(&question.gold, &choices(question.input.prompt)).map_or(0, |labels| labels.len())
 }
 
 enum Sides {
@@ -68,7 +71,7 @@ enum Sides {
 }
 
 fn sides(question: &Question<'_>, answer: &str) -> Option<Sides> {
-    let gold = question.gold;
+    let gold = &*question.gold;
     if gold.is_empty() {
         return None;
     }
@@ -134,7 +137,7 @@ expression!(AT_THE_START, r"(?:\A|[\n,;])\s*([A-Za-z]|[0-9]{1,2})\s?[.):]");
 expression!(LEADING_ANY, r"\A\s*(?:\(\s*(?:[A-Za-z]|[0-9]{1,2})\s*\)|(?:[A-Za-z]|[0-9]{1,2})\s?[.):])");
 expression!(
     STATED,
-    r"(?i:answer|option|choice|đáp án|答案|选)(?:\s*(?i:is|are|là|是|为))?\s*[:：]?\s*\(?([A-Z])(?:[^\p{L}\p{N}']|\z)"
+    r"(?i:answer|option|choice|đáp án|答案|选)(?:\s*(?i:is|are|là|是|为))?\s*[:：]?\s*\$?\(?([A-Z])(?:[^\p{L}\p{N}']|\z)"
 );
 expression!(OPTION_PARENTHESISED, r"(?:^|\s)\(([A-Za-z]|[0-9]{1,2})\)");
 expression!(OPTION_LINE, r"(?m)^[ \t]*([A-Za-z]|[0-9]{1,2})[.):][ \t]");

@@ -40,7 +40,8 @@ pub struct RewardInput<'a> {
     pub completion: &'a str,
     /// Token ids of the completion.
     pub completion_ids: &'a [u32],
-    /// Verbatim ground truth with its tags, if the row has one.
+    /// Verbatim ground truth with its tags, if the row has one; a list of accepted answers is JSON
+    /// ([`accepted_answers`](omnigrpo_data::accepted_answers)).
     pub solution: Option<&'a str>,
     /// All columns of the dataset row.
     pub columns: &'a Map<String, Value>,
@@ -58,6 +59,8 @@ pub struct RewardInput<'a> {
     /// Number of turns at the end of `turns` that are part of the completion: earlier turns of the model, each with the answer of
     /// an environment.
     pub added_turns: usize,
+    /// True if the prompt is a text that the completion continues as it stands, without a chat template.
+    pub is_text: bool,
 }
 
 /// Records of a reward, in addition to its scores.
@@ -120,11 +123,10 @@ pub trait Reward: Send + Sync {
         None
     }
 
-    /// Scores one completion before a run, so that an unreachable endpoint or a broken program is found before anything is
-    /// sampled. Built-in rewards have nothing to probe.
-    fn probe(&self, row: &RewardInput<'_>) -> Result<Option<f64>, RewardError> {
-        let _ = row;
-        Ok(None)
+    /// Scores the completions of one row before a run, so that an unreachable endpoint, a broken program or a wrong number of values
+    /// is found before anything is sampled. Built-in rewards have nothing to probe.
+    fn probe(&self, group: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
+        Ok(vec![None; group.len()])
     }
 }
 
@@ -327,12 +329,9 @@ impl RewardSet {
         limits.filter(|(_, limit)| limit.room() < completion_tokens).collect()
     }
 
-    /// Asks every program and endpoint to score one completion, and ignores the values.
-    pub fn probe(&self, row: &RewardInput<'_>) -> Result<(), RewardError> {
-        self.rewards.iter().try_for_each(|reward| {
-            let score = reward.probe(row)?;
-            check(reward.as_ref(), std::slice::from_ref(row), &[score])
-        })
+    /// Asks every program and endpoint to score the completions of one row, and ignores the values.
+    pub fn probe(&self, group: &[RewardInput<'_>]) -> Result<(), RewardError> {
+        self.rewards.iter().try_for_each(|reward| check(reward.as_ref(), group, &reward.probe(group)?))
     }
 
     /// Scores a batch with only the named reward.
@@ -593,7 +592,7 @@ mod tests {
         // A reward that is not a function of one row cannot tell, and is not called.
         let set = RewardSet::new(vec![fixed("mine", (0.0, 1.0), vec![])], &[]).unwrap();
         assert_eq!(set.applies(&Row::new("q", "", "").input()).unwrap(), [None]);
-        assert!(set.probe(&Row::new("q", "", "").input()).is_ok());
+        assert!(set.probe(&[Row::new("q", "", "").input()]).is_ok());
     }
 
     #[test]

@@ -32,8 +32,8 @@ pub(crate) fn with_length(question: &Question<'_>) -> Option<f64> {
 
 /// Returns the average precision and the factor for surplus boxes.
 fn score(question: &Question<'_>, thresholds: Thresholds) -> Option<(f64, f64)> {
-    let gold = detections(question.gold)?;
-    let Some(predicted) = question.tagged.and_then(detections) else { return Some((0.0, 1.0)) };
+    let gold = detections(&question.gold)?;
+    let Some(predicted) = question.tagged.as_deref().and_then(detections) else { return Some((0.0, 1.0)) };
     let length = if predicted.len() > gold.len() { gold.len() as f64 / predicted.len() as f64 } else { 1.0 };
     let score = match (gold.is_empty(), predicted.is_empty()) {
         (true, true) => 1.0,

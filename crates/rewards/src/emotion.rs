@@ -29,11 +29,11 @@ pub(crate) fn score(question: &Question<'_>) -> Option<f64> {
     if question.gold.is_empty() {
         return None;
     }
-    let gold = emotions(question.gold);
+    let gold = emotions(&question.gold);
     if gold.is_empty() {
-        return Some(f64::from(same_label(question.answer, question.gold)));
+        return Some(f64::from(same_label(&question.answer, &question.gold)));
     }
-    Some(f64::from(emotions(question.answer) == gold))
+    Some(f64::from(emotions(&question.answer) == gold))
 }
 
 /// Returns the indices of the emotions that a text names. Returns none for a text with a negation.

@@ -1,17 +1,21 @@
 //! `format`: conformance of the completion to the requested format. Range [0, 1]; for `tags3` [0, 3].
 //!
+//! A tag that the end of the prompt has opened counts as the start of the completion: one that the chat template writes
+//! ([`RewardOptions::opened`](crate::RewardOptions)), or one at the end of a prompt that is a text.
+//!
 //! Sources: strict, R1-V `grpo.py` and the later form of qwen-vl-finetune; graded, the first form of qwen-vl-finetune; tags3, the
 //! ViVQA-X fork of VLM-R1; rec, the referring expressions of VLM-R1 (which search anywhere in the text). Deliberate differences:
 //! the sources' expressions accept repeated blocks and empty answers, and the source of `tags3` has no lower bound. Here,
 //! `strict` requires exactly one non-empty pair of each expected tag, and `tags3` is at least 0. `Compat::S3Format`,
 //! `Compat::S4Format` and the mode `r1v` restore the sources' forms.
 
+use std::borrow::Cow;
 use std::sync::LazyLock;
 
 use regex::Regex;
 
 use crate::contract::PerRow;
-use crate::tags::{Tag, content, tags};
+use crate::tags::{Tag, content, opened_tag, tags};
 use crate::{
     AnswerPolicy, Compat, FormatMode, Reward, RewardError, RewardInput, RewardOptions, Think, boxes,
 };
@@ -25,8 +29,13 @@ pub(crate) fn reward(options: &RewardOptions) -> Result<Box<dyn Reward>, RewardE
         FormatMode::Tags3 => (0.0, 3.0),
         FormatMode::Strict | FormatMode::Graded | FormatMode::R1v | FormatMode::Rec => (0.0, 1.0),
     };
+    let template_opens = options.opened.clone();
     let score = move |input: &RewardInput<'_>| {
-        let text = input.completion;
+        let opened = if input.is_text { opened_tag(input.prompt) } else { &template_opens };
+        let text = &*match opened {
+            "" => Cow::Borrowed(input.completion),
+            opened => Cow::Owned(format!("{opened}{}", input.completion)),
+        };
         let value = match mode {
             FormatMode::Strict if s3 => f64::from(full_match(text.trim(), input.think)),
             FormatMode::Strict => f64::from(strict(text, input.think)),
@@ -190,6 +199,38 @@ mod tests {
         assert_eq!(score("\n<think>a</think>\n<answer>b</answer>"), Some(0.0));
         assert_eq!(score("<think>a</think>\n<answer>b</answer>\n"), Some(0.0));
         assert_eq!(score("<think></think><answer></answer>"), Some(1.0));
+    }
+
+    #[test]
+    fn a_tag_that_the_prompt_has_opened_counts() {
+        let modes = [
+            (FormatMode::Strict, &[][..]),
+            (FormatMode::Strict, &[Compat::S3Format]),
+            (FormatMode::Graded, &[]),
+            (FormatMode::R1v, &[]),
+        ];
+        let (opened, twice) = ("ok\n</think>\n<answer>B</answer>", "<think>ok\n</think>\n<answer>B</answer>");
+        for (format_mode, compat) in modes {
+            let compat = compat.iter().copied().collect();
+            let plain = RewardOptions { format_mode, compat, ..RewardOptions::default() };
+            let after = RewardOptions { opened: "<think>\n".to_owned(), ..plain.clone() };
+            let score = |text, options| Row::new("What?", text, "B").score("format", options).unwrap();
+            assert_eq!(score(opened, &after), 1.0, "{format_mode:?}");
+            assert!(score(opened, &plain) < 1.0, "{format_mode:?}");
+            assert_eq!(score(twice, &plain), 1.0, "{format_mode:?}");
+            // A prompt that is a text opens its own tag, and has no template.
+            let text = |prompt: &str, completion: &str| {
+                let row = Row::new(prompt, completion, "B");
+                let input = RewardInput { is_text: true, ..row.input() };
+                crate::build(&["format"], &after).unwrap().score(&[input]).unwrap().values[0][0].unwrap()
+            };
+            assert_eq!(text("What? <think>\n", opened), 1.0);
+            assert_eq!(text("What?", twice), 1.0);
+            assert!(text("What?", opened) < 1.0);
+        }
+        // A second opening tag is one too many.
+        let after = RewardOptions { opened: "<think>\n".to_owned(), ..RewardOptions::default() };
+        assert_eq!(Row::new("What?", twice, "B").score("format", &after), Some(0.0));
     }
 
     #[test]

@@ -14,7 +14,7 @@ use crate::choice::extract_choice;
 use crate::math;
 
 pub(crate) fn score(question: &Question<'_>) -> Option<f64> {
-    let (answer, gold) = (question.answer, question.gold);
+    let (answer, gold) = (&*question.answer, &*question.gold);
     if gold.is_empty() {
         return None;
     }

@@ -9,8 +9,8 @@ use crate::boxes;
 
 /// Returns `None` if the ground truth has no box.
 pub(crate) fn score(question: &Question<'_>, pixel_convention: bool) -> Option<f64> {
-    let gold = boxes::first_box(question.gold)?;
-    let answer = question.tagged.and_then(boxes::first_box);
+    let gold = boxes::first_box(&question.gold)?;
+    let answer = question.tagged.as_deref().and_then(boxes::first_box);
     Some(answer.map_or(0.0, |answer| boxes::iou(&answer, &gold, pixel_convention)))
 }
 

@@ -18,7 +18,9 @@ mod evaluation;
 mod external;
 mod format;
 mod fuzzy;
+mod interval;
 mod iou;
+mod latex;
 mod length;
 mod math;
 mod options;
@@ -48,4 +50,5 @@ pub use external::{CallError, Caller, ExternalOptions, conversation, redacted, r
 pub use omnigrpo_data::Think;
 pub use options::{AccuracyMode, AnswerPolicy, Compat, FormatMode, RewardOptions};
 pub use table::{RewardRow, build, build_with, table};
+pub use tags::opened_tag;
 pub use temporal::temporal_order_bonus;

@@ -17,6 +17,7 @@ use std::sync::LazyLock;
 use regex::Regex;
 
 use crate::answer::Question;
+use crate::latex::{boxed, plain_text};
 
 /// Maximum number of characters of a formula. Longer texts are only compared as text.
 const MAX_CHARS: usize = 512;
@@ -33,7 +34,7 @@ const RELATIVE_TOLERANCE: f64 = 1e-6;
 const INTEGER_TOLERANCE: f64 = 1e-14;
 
 pub(crate) fn score(question: &Question<'_>) -> Option<f64> {
-    (!question.gold.is_empty()).then(|| f64::from(same(question.answer, question.gold)))
+    (!question.gold.is_empty()).then(|| f64::from(same(&question.answer, &question.gold)))
 }
 
 /// Returns true if the text is a number, possibly with a unit, without variables. Ranges, dates and scores ("3-4", "1/2/2020")
@@ -53,6 +54,21 @@ pub(crate) fn is_formula(text: &str) -> bool {
     let marked = text.contains(['\\', '^', '=']);
     let formula = |Prepared { text, .. }: Prepared| items(&text).is_some() || value(&text, 0).is_some();
     is_number(text) || (marked && prepare(text).is_some_and(formula))
+}
+
+/// Returns true for a tuple, an interval or a set: brackets around numbers, formulas, names of variables, or other such brackets.
+/// Brackets around words are no tuple.
+pub(crate) fn is_tuple(text: &str) -> bool {
+    /// Maximum number of tuples in each other.
+    const MAX_NESTED: usize = 4;
+    fn encloses(text: &str, nested: usize) -> bool {
+        let scalar = |text: &str| value(split_unit(text).0, 0).is_some();
+        nested < MAX_NESTED
+            && items(text).is_some_and(|Items { brackets, items }| {
+                brackets.0 != ' ' && items.iter().all(|item| scalar(item) || encloses(item, nested + 1))
+            })
+    }
+    prepare(text).is_some_and(|Prepared { defines, text }| defines.is_none() && encloses(&text, 0))
 }
 
 /// Returns true for the same value, or the same text apart from spacing. An empty ground truth equals nothing.
@@ -119,7 +135,7 @@ struct Prepared {
 }
 
 /// Commands and characters with the text that replaces them, in this order.
-const PLAIN: [(&str, &str); 36] = [
+const PLAIN: [(&str, &str); 37] = [
     ("\\\\", "\\"),
     ("\\(", ""),
     ("\\)", ""),
@@ -153,6 +169,7 @@ const PLAIN: [(&str, &str); 36] = [
     ("–", "-"),
     ("π", "\\pi "),
     ("√", "\\sqrt "),
+    ("∞", "\\infty "),
     ("\\{", "⦃"),
     ("\\}", "⦄"),
     ("**", "^"),
@@ -175,9 +192,7 @@ fn prepare(text: &str) -> Option<Prepared> {
             text = text.replace(from, to);
         }
     }
-    for command in ["\\text", "\\textbf", "\\mathrm", "\\mathbf", "\\mbox", "\\operatorname"] {
-        text = unwrapped(text, command);
-    }
+    text = plain_text(&text);
     while let Some(group) = captures(&THOUSANDS, &text).and_then(|found| found.get(1).map(|g| g.range())) {
         let plain = text[group.clone()].replace(',', "");
         text.replace_range(group, &plain);
@@ -197,44 +212,6 @@ fn prepare(text: &str) -> Option<Prepared> {
         definition.as_ref().and_then(|found| Some((found.get(1)?.as_str(), found.get(2)?.as_str())));
     let (defines, text) = definition.map_or((None, text), |(name, text)| (Some(squeezed(name)), text.trim()));
     (!text.is_empty()).then(|| Prepared { defines, text: text.to_owned() })
-}
-
-/// Returns the content of the last `\boxed{…}` with balanced braces.
-fn boxed(text: &str) -> Option<&str> {
-    let start = text.rfind("\\boxed{")? + "\\boxed{".len();
-    let mut depth = 1;
-    for (at, byte) in text[start..].bytes().enumerate() {
-        depth += match byte {
-            b'{' => 1,
-            b'}' => -1,
-            _ => 0,
-        };
-        if depth == 0 {
-            return Some(&text[start..start + at]);
-        }
-    }
-    None
-}
-
-/// Replaces `\text{cm}` with ` cm `.
-fn unwrapped(text: String, command: &str) -> String {
-    let opening = format!("{command}{{");
-    if !text.contains(&opening) {
-        return text;
-    }
-    let mut out = String::new();
-    let mut rest = text.as_str();
-    while let Some(at) = rest.find(&opening) {
-        let inside = &rest[at + opening.len()..];
-        let Some(end) = inside.find('}') else { break };
-        out.push_str(&rest[..at]);
-        out.push(' ');
-        out.push_str(&inside[..end]);
-        out.push(' ');
-        rest = &inside[end + 1..];
-    }
-    out.push_str(rest);
-    out
 }
 
 /// Splits a number from its unit. A single letter is a unit only after a space: "3 m", but not "3x".
@@ -319,10 +296,10 @@ fn same_items(answer: &Items<'_>, gold: &Items<'_>) -> bool {
         return false;
     }
     if gold.brackets != ('{', '}') {
-        return answer.items.iter().zip(&gold.items).all(|(a, g)| same_scalar(a, g));
+        return answer.items.iter().zip(&gold.items).all(|(a, g)| same_formula(a, g));
     }
     let mut left: Vec<&str> = answer.items.clone();
-    gold.items.iter().all(|gold| match left.iter().position(|answer| same_scalar(answer, gold)) {
+    gold.items.iter().all(|gold| match left.iter().position(|answer| same_formula(answer, gold)) {
         Some(at) => {
             left.swap_remove(at);
             true

@@ -65,6 +65,8 @@ pub enum AccuracyMode {
     YesNo,
     /// Overlap of one box.
     Iou,
+    /// Overlap of one time interval.
+    TemporalIou,
     /// COCO average precision of a list of boxes.
     OdAp,
     /// Average precision at an overlap of 0.5.
@@ -84,7 +86,11 @@ pub enum AccuracyMode {
 impl AccuracyMode {
     /// All values, as name, value and help. If a value has several names, the first is the canonical one.
     pub const ALL: &'static [(&'static str, Self, &'static str)] = &[
-        ("auto", Self::Auto, "by the ground truth: choice, box list, box, yes/no, number, otherwise label"),
+        (
+            "auto",
+            Self::Auto,
+            "by the ground truth: box list, box, tuple, time interval, choice, yes/no, number, otherwise label",
+        ),
         ("label", Self::Label, "equal after normalisation"),
         ("emotion", Self::Emotion, "emotion words, including synonyms"),
         ("mcq_exact", Self::McqExact, "multiple choice, all labels correct"),
@@ -97,6 +103,7 @@ impl AccuracyMode {
         ("math", Self::Math, "equal numbers or formulas"),
         ("yes_no", Self::YesNo, "yes or no, English and Vietnamese"),
         ("iou", Self::Iou, "overlap of one box"),
+        ("temporal_iou", Self::TemporalIou, "overlap of one time interval"),
         ("od_ap", Self::OdAp, "COCO AP of a list of labelled boxes"),
         ("od_ap50", Self::OdAp50, "the same at overlap 0.5"),
         ("odLength", Self::OdLength, "od_ap, multiplied by gold boxes / boxes if there are too many"),
@@ -215,6 +222,9 @@ named!(FormatMode: "format_mode", AccuracyMode: "accuracy_mode", AnswerPolicy: "
 pub struct RewardOptions {
     /// Rule of `format`.
     pub format_mode: FormatMode,
+    /// Text at the end of every prompt that a completion continues, such as `<think>\n` of a template that opens the tag. `format` reads
+    /// it as the start of the completion.
+    pub opened: String,
     /// Rule of `accuracy` for rows that do not choose one.
     pub accuracy_mode: AccuracyMode,
     /// Choice among several answer tags.
@@ -240,6 +250,7 @@ impl Default for RewardOptions {
     fn default() -> Self {
         Self {
             format_mode: FormatMode::default(),
+            opened: String::new(),
             accuracy_mode: AccuracyMode::default(),
             answer_policy: AnswerPolicy::default(),
             compat: BTreeSet::new(),

@@ -17,11 +17,11 @@ pub(crate) const FULL: f64 = 3.0;
 const PARTIAL: f64 = 1.5;
 
 pub(crate) fn score(question: &Question<'_>) -> Option<f64> {
-    let gold = normalised(question.gold);
+    let gold = normalised(&question.gold);
     if gold.is_empty() {
         return None;
     }
-    let answer = normalised(question.tagged.unwrap_or_default());
+    let answer = normalised(question.tagged.as_deref().unwrap_or_default());
     let hedged = polarity_of_word(&gold).is_some() || answer.split(' ').count() > 2 * gold.split(' ').count();
     Some(match graded(&answer, &gold) {
         PARTIAL if hedged => 0.0,

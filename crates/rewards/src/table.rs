@@ -98,6 +98,12 @@ static TABLE: &[RewardRow] = &[
         make: |options| accuracy::by_rule("iou", AccuracyMode::Iou, options),
     },
     RewardRow {
+        name: "temporal_iou",
+        doc: || "overlap of one time interval, in seconds or mm:ss; 0..1".into(),
+        source: "Time-R1",
+        make: |options| accuracy::by_rule("temporal_iou", AccuracyMode::TemporalIou, options),
+    },
+    RewardRow {
         name: "od_ap",
         doc: || "COCO average precision of a list of boxes; 0..1".into(),
         source: "VLM-R1",

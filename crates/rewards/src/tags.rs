@@ -59,6 +59,13 @@ pub(crate) fn content<'t>(text: &'t str, name: &str, policy: AnswerPolicy) -> Op
     found
 }
 
+/// Returns the opening tag (think, answer or explain) at the end of a prompt, with the white space after it; empty if there is none.
+pub fn opened_tag(prompt: &str) -> &str {
+    let names = ["think", "answer", "explain"];
+    let last = tags(prompt, &names).last().filter(|tag| !tag.close && prompt[tag.end..].trim().is_empty());
+    last.map_or("", |tag| &prompt[tag.start..])
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -61,6 +61,7 @@ impl Row {
             key: self.key,
             truncated: false,
             added_turns: 0,
+            is_text: false,
         }
     }
 

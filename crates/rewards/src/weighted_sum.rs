@@ -13,8 +13,8 @@ const COMPLETENESS: f64 = 0.3;
 
 /// Returns `None` if the ground truth is not a list of boxes.
 pub(crate) fn score(question: &Question<'_>, pixel_convention: bool) -> Option<f64> {
-    let gold = detections(question.gold)?;
-    let predicted = detections(question.answer);
+    let gold = detections(&question.gold)?;
+    let predicted = detections(&question.answer);
     Some(match (gold.as_slice(), predicted.as_deref()) {
         ([], Some([])) => 1.0,
         (_, None | Some([])) | ([], _) => 0.0,

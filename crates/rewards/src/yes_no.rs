@@ -15,10 +15,10 @@ pub(crate) fn score(question: &Question<'_>) -> Option<f64> {
     if question.gold.is_empty() {
         return None;
     }
-    let Some(gold) = polarity(question.gold) else {
-        return Some(f64::from(same_label(question.answer, question.gold)));
+    let Some(gold) = polarity(&question.gold) else {
+        return Some(f64::from(same_label(&question.answer, &question.gold)));
     };
-    Some(f64::from(polarity(question.answer) == Some(gold)))
+    Some(f64::from(polarity(&question.answer) == Some(gold)))
 }
 
 /// Returns the meaning of a text that consists of one yes or no word.

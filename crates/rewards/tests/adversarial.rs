@@ -73,6 +73,7 @@ fn score(
         key: RowKey { seed: 1, step: 2, row: 3, sample: 4 },
         truncated: false,
         added_turns: 0,
+        is_text: false,
     }])
     .map(|_| ())
 }
@@ -165,7 +166,7 @@ proptest! {
         let input = RewardInput {
             prompt: "", completion: &completion, completion_ids: &[], solution: Some(&words), columns: &columns,
             turns: &[],
-            think: Think::On, media_paths: &[], media: &[], key: RowKey { seed: 0, step: 0, row: 0, sample: 0 }, truncated: false, added_turns: 0,
+            think: Think::On, media_paths: &[], media: &[], key: RowKey { seed: 0, step: 0, row: 0, sample: 0 }, truncated: false, added_turns: 0, is_text: false,
         };
         prop_assert_eq!(&set.score(&[input]).unwrap().total, &vec![Some(2.0)]);
     }

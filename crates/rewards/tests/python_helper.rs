@@ -162,6 +162,7 @@ fn with_columns<T>(
             key: RowKey { seed: 0, step: 7, row: 0, sample: i as u64 },
             truncated: false,
             added_turns: 0,
+            is_text: false,
         })
         .collect();
     ask(&batch)
@@ -244,7 +245,7 @@ def easy(reward_inputs):
     // Found out by a trial, once, with what there is instead.
     let error = |spec: String| {
         let set = build(&[spec], &RewardOptions::default()).unwrap();
-        on(&rows[..1], |batch| set.probe(&batch[0])).unwrap_err().to_string()
+        on(&rows[..1], |batch| set.probe(batch)).unwrap_err().to_string()
     };
     let missing = error(spec("nofunc"));
     for part in ["`nofunc` failed 1 time(s)", "has no function `nofunc`; it has: length, easy"] {

@@ -211,6 +211,7 @@ impl Row {
             key: RowKey { seed: 0, step: 0, row: 7, sample },
             truncated: false,
             added_turns: 0,
+            is_text: false,
         }
     }
 }
@@ -477,6 +478,7 @@ fn said<'a>(turns: &'a [Turn], columns: &'a Map<String, Value>, completion: &'a 
         key: RowKey { seed: 0, step: 0, row: 7, sample: 2 },
         truncated: false,
         added_turns: 0,
+        is_text: false,
     }
 }
 

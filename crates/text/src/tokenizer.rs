@@ -79,8 +79,11 @@ pub struct Tokenizer {
     /// Named tokens as templates see them, such as `eos_token` → `<|im_end|>`.
     named_tokens: BTreeMap<String, String>,
     /// Latest short stretches of text with their ids, each in the place of its hash.
-    remembered: Arc<[Mutex<Option<(String, Vec<u32>)>>]>,
+    remembered: Arc<[Remembered]>,
 }
+
+/// A stretch of text with its ids; `None` before the first one.
+type Remembered = Mutex<Option<(String, Vec<u32>)>>;
 
 #[derive(Debug, Clone)]
 struct Added {
@@ -262,8 +265,20 @@ impl Tokenizer {
     /// # Errors
     /// Returns [`TextError::Encode`] or [`TextError::ControlInText`].
     pub fn encode_framed(&self, text: &str) -> Result<Vec<u32>> {
-        let tokens =
-            self.encode_text(text)?.into_iter().map(|id| Token::new(id, String::new(), (0, 0))).collect();
+        self.framed(text, self.encode_text(text)?)
+    }
+
+    /// Encodes a text that a model continues, as [`Self::encode_control`], with the tokens that the tokenizer's post-processor adds,
+    /// such as Llama's start token.
+    ///
+    /// # Errors
+    /// Returns [`TextError::Encode`] or [`TextError::ControlInText`].
+    pub fn encode_continued(&self, text: &str, excluded: &[u32]) -> Result<Vec<u32>> {
+        self.framed(text, self.encode_control(text, excluded)?)
+    }
+
+    fn framed(&self, text: &str, ids: Vec<u32>) -> Result<Vec<u32>> {
+        let tokens = ids.into_iter().map(|id| Token::new(id, String::new(), (0, 0))).collect();
         let encoding = tokenizers::Encoding::from_tokens(tokens, 0);
         let encoding = guarded(|| self.inner.post_process(encoding, None, true));
         let encoding = encoding.map_err(|e| encode_error(text, e))?;

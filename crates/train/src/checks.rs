@@ -1,14 +1,15 @@
 //! Checks before the first step, in words: rows that cannot be used, rewards that cannot score, rewards that do not answer.
 
-use omnigrpo_data::{Dataset, Report, Roots, UnreadMedia};
+use omnigrpo_data::{Dataset, Report, Roots, UnreadMedia, accepted_answers};
 use omnigrpo_guard::told;
 use omnigrpo_models::{Orientation, PromptBuilder};
 use omnigrpo_observe::Console;
 use omnigrpo_rewards::{Corpus, RewardSet, references};
+use omnigrpo_rollout::Completion;
 
 use crate::error::{
-    EVAL, IMAGE, MAX_COMPLETION_LENGTH, MAX_SHARE, ORIENTATION, REWARDS, Refusal, Result, SOLUTION, STRICT,
-    TEMPLATE, TEXT_ONLY,
+    CONTINUE, EVAL, IMAGE, MAX_COMPLETION_LENGTH, MAX_SHARE, ORIENTATION, REWARDS, Refusal, Result, SOLUTION,
+    STRICT, TEMPLATE, TEXT_ONLY,
 };
 use crate::rows::{SkipPolicy, prepare};
 use crate::scoring;
@@ -206,6 +207,13 @@ pub fn warnings(seen: &Surveyed, system: Option<&str>) -> Vec<String> {
             seen.rows
         ));
     }
+    if seen.templated_texts > 0 {
+        lines.push(format!(
+            "{} of {} prompts are texts: the chat template makes turns of the user of them, and rewards get messages; \
+             `{CONTINUE} true` continues them as they stand, as TRL does",
+            seen.templated_texts, seen.rows
+        ));
+    }
     let wants_tags = seen.applies.iter().any(|(name, _)| name == "format");
     if wants_tags
         && seen.rows > 0
@@ -275,8 +283,8 @@ pub fn ask_before_evaluation(
     idle(&survey.seen(), dataset)
 }
 
-/// Scores one made-up completion of the first readable row with the external rewards, so that a reward that cannot be started or
-/// reached is reported before hours of sampling.
+/// Scores `num_generations` made-up completions of the first readable row with the external rewards, so that a reward that cannot be
+/// started or reached, or that returns a wrong number of values, is reported before hours of sampling.
 ///
 /// # Errors
 /// Returns the error of the reward.
@@ -285,21 +293,27 @@ pub fn probe_rewards(
     dataset: &Dataset,
     rows: impl IntoIterator<Item = u64>,
     prompts: &PromptBuilder,
+    num_generations: usize,
 ) -> Result<()> {
     let Some(sample) = rows.into_iter().find_map(|row| dataset.get(row).ok()) else { return Ok(()) };
-    let solution = sample.solution.as_deref().unwrap_or("nothing");
+    let first = |solution: &str| accepted_answers(solution)?.into_iter().next();
+    let accepted = sample.solution.as_deref().and_then(first);
+    let solution = accepted.as_deref().or(sample.solution.as_deref()).unwrap_or("nothing");
     let answer = match solution.contains("<answer>") {
         true => solution.to_owned(),
         false => format!("<answer>{solution}</answer>"),
     };
-    let text = format!("<think>A trial before the run.</think>{answer}");
-    let ids = prompts.completion_ids(&text)?;
-    scoring::probe(rewards, &sample, text, ids).map_err(|error| {
+    let made = |number: usize| -> Result<Completion> {
+        let text = format!("<think>Trial {number} before the run.</think>{answer}");
+        Ok(scoring::completion(text.clone(), prompts.completion_ids(&text)?))
+    };
+    let group = (1..=num_generations.max(1)).map(made).collect::<Result<Vec<_>>>()?;
+    scoring::probe(rewards, &sample, &group).map_err(|error| {
         let mut messages = omnigrpo_guard::messages(&error);
         let causes = messages.split_off(1).join(": ");
         let refusal = Refusal::failure(messages.remove(0)).at(REWARDS).help(
-            "the reward had to score one completion before the run, as described in docs/rewards.md; nothing was \
-             sampled yet",
+            "the reward had to score the completions of one row before the run, as described in docs/rewards.md; \
+             nothing was sampled yet",
         );
         if causes.is_empty() { refusal.into() } else { refusal.got(causes).into() }
     })

@@ -22,7 +22,7 @@ omnigrpo_guard::settings! {
     struct MediaSettings { ORIENTATION = orientation }
     struct LoraConfig { LORA_TARGETS = targets }
     struct PromptSettings { MAX_COMPLETION_LENGTH = max_completion_length }
-    struct ReadOptions { TEMPLATE = template }
+    struct ReadOptions { CONTINUE = continue_text_prompts, TEMPLATE = template }
     struct EvalSchedule { BEST_METRIC = best_metric }
     enum ResumeFrom { NEWEST = Newest, START = Start }
     struct ResumePlan { ALLOW_CHANGED = allow_changed, RESUME = from }
@@ -53,7 +53,7 @@ pub enum TrainError {
         /// Problem and advice.
         what: String,
     },
-    /// Run that cannot work, found before its first step.
+    /// Run that cannot work, found before its first step or after the first ones.
     #[error("{0}")]
     Refused(Box<Refusal>),
     /// Invalid regular expression in a pattern that selects weights.

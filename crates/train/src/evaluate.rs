@@ -1,5 +1,6 @@
 //! Evaluation: samples completions for held-out rows and scores them with the rewards of training.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -348,7 +349,7 @@ pub fn eval_row(
         solution: sample.solution.clone(),
         media: media_paths(sample),
         category: category.and_then(|column| sample.columns.get(column)).filter(|v| !v.is_null()).map(plain),
-        answers: completions.iter().map(|text| answer(text, policy).map(str::to_owned)).collect(),
+        answers: completions.iter().map(|text| answer(text, policy).map(Cow::into_owned)).collect(),
         rewards: values.map(|(name, values)| (name.clone(), values[span.clone()].to_vec())).collect(),
         reward: scores.total[span].to_vec(),
         references: references(&sample.columns, sample.solution.as_deref())

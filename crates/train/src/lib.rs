@@ -31,6 +31,7 @@ mod prepare;
 mod records;
 mod replay;
 mod resume;
+mod returned;
 mod rollouts;
 pub mod roofline;
 pub mod room;

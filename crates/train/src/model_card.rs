@@ -1,7 +1,8 @@
 //! Model card: the `README.md` next to a trained model. It states what was trained, from which base, on which data and how, for
 //! readers and for the hub. The hub reads the fields at the top (names and values: "Model Cards" in its documentation).
 //!
-//! The card contains no path of this machine. A base that the hub does not know appears only in the text. The licence is included
+//! The card contains one path of this machine: that of a base that the hub does not know, by which an adapter finds it. Such a base
+//! appears only in the text. The licence is included
 //! if the card of the base states it.
 
 use std::path::Path;

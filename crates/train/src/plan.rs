@@ -152,6 +152,9 @@ pub struct ResumePlan {
     pub from: ResumeFrom,
     /// True to resume from a checkpoint even if its settings differ from this run's.
     pub allow_changed: bool,
+    /// True to start a run from the beginning if its newest checkpoint is the last one and the trained model was written. Otherwise
+    /// nothing is left to do.
+    pub repeat_complete: bool,
     /// Settings and inputs that must match between a checkpoint and the run that resumes it.
     pub fingerprint: Map<String, Value>,
 }
@@ -165,12 +168,19 @@ pub struct EvalSchedule {
     pub on_start: bool,
     /// Metric of `SaveWhen::Best`; higher is better.
     pub best_metric: String,
+    /// Flag that asks for an evaluation after the present step.
+    pub asked: Arc<AtomicBool>,
 }
 
 impl Default for EvalSchedule {
     /// Returns a schedule without evaluations.
     fn default() -> Self {
-        Self { when: EvalWhen::Never, on_start: false, best_metric: "eval_reward".into() }
+        Self {
+            when: EvalWhen::Never,
+            on_start: false,
+            best_metric: "eval_reward".into(),
+            asked: Arc::default(),
+        }
     }
 }
 

@@ -25,6 +25,7 @@ use crate::exchange::Shard;
 use crate::forecast::{StepTime, step_time};
 use crate::inputs;
 use crate::lender::is_lent;
+use crate::length::Length;
 use crate::longest::{Longest, PREPARED, TYPICAL};
 use crate::memory::{Memory, MemoryOf, MemoryPlan, ReferenceKept, memory};
 use crate::optimizer::AdamWConfig;
@@ -348,7 +349,13 @@ impl Run {
         if scores && first {
             let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
             let usable = self.rows.iter().copied().filter(|row| !bad.contains(row));
-            checks::probe_rewards(&self.rewards, &self.dataset, usable, &self.prompts)?;
+            checks::probe_rewards(
+                &self.rewards,
+                &self.dataset,
+                usable,
+                &self.prompts,
+                self.algorithm.num_generations,
+            )?;
         }
         if let Some(eval) = &self.eval {
             if let Some(refusal) =
@@ -358,7 +365,8 @@ impl Run {
             }
             if !scores && first {
                 let rows = eval.rows.iter().copied();
-                checks::probe_rewards(&self.rewards, &eval.dataset, rows, &self.prompts)?;
+                let each = eval.options.num_generations;
+                checks::probe_rewards(&self.rewards, &eval.dataset, rows, &self.prompts, each)?;
             }
         }
         if scores || self.eval.is_some() {
@@ -455,7 +463,8 @@ impl Prepared {
         let digests = inputs::digests(&self.run.dataset, &self.run.reward_files)?;
         self.inputs = of_model.into_iter().chain(digests).collect();
         self.run.plan.resume.fingerprint.extend(self.inputs.clone());
-        self.resumes = resume::expected(&self.run.plan, &dir)?;
+        let total_steps = Length::of(&self.run.plan, self.usable_rows())?.total;
+        self.resumes = resume::expected(&self.run.plan, &dir, total_steps)?;
         Ok(())
     }
 

@@ -148,6 +148,9 @@ impl Search<'_> {
                     why = format!("its checkpoints have no optimizer state ({SAVE_ONLY_MODEL})");
                     continue;
                 }
+                Ok(state) if failed.is_none() && repeats(self.run, self.dir, &state, self.total_steps) => {
+                    return Ok(Start::Anew { why: "it is complete".to_owned() });
+                }
                 Ok(state) => match (differing(self.run, &state), &failed) {
                     (None, _) => self.load(path, state),
                     (Some(_), Some(_)) => continue,
@@ -318,7 +321,7 @@ pub(crate) fn find_requested(resume: &ResumeFrom, dir: &Path) -> Result<()> {
 
 /// Returns the checkpoint from which a run will resume, and its step. If it turns out to be damaged when it is loaded, the run
 /// resumes from an earlier one.
-pub(crate) fn expected(run: &RunPlan, dir: &Path) -> Result<Option<(PathBuf, u64)>> {
+pub(crate) fn expected(run: &RunPlan, dir: &Path, total_steps: u64) -> Result<Option<(PathBuf, u64)>> {
     let newest_first = || -> Result<Vec<PathBuf>> {
         Ok(checkpoint::list(dir)?.into_iter().rev().map(|(_, path)| path).collect())
     };
@@ -333,6 +336,7 @@ pub(crate) fn expected(run: &RunPlan, dir: &Path) -> Result<Option<(PathBuf, u64
             Err(error) if named => return Err(error),
             Err(_) => continue,
             Ok(state) if state.model_only && !named => continue,
+            Ok(state) if !named && repeats(run, dir, &state, total_steps) => return Ok(None),
             Ok(state) => state,
         };
         return match differing(run, &state) {
@@ -342,6 +346,12 @@ pub(crate) fn expected(run: &RunPlan, dir: &Path) -> Result<Option<(PathBuf, u64
         };
     }
     Ok(None)
+}
+
+/// Returns true if the run of this checkpoint is complete and starts from the beginning again.
+fn repeats(run: &RunPlan, dir: &Path, state: &TrainerState, total_steps: u64) -> bool {
+    // A run writes its card after the trained model.
+    run.resume.repeat_complete && state.global_step >= total_steps && dir.join("README.md").is_file()
 }
 
 fn written_otherwise(path: &Path, differing: &str) -> TrainError {

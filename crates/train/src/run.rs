@@ -27,6 +27,7 @@ use crate::prepare::Trained;
 use crate::records::Records;
 use crate::replay::replay;
 use crate::resume::Resumed;
+use crate::returned::Returned;
 use crate::rollouts::Rollouts;
 use crate::rounding::Rounding;
 use crate::rows::{Making, PreparedRow, RowSource};
@@ -133,6 +134,7 @@ struct Loop {
     place: Place,
     /// Values of the settings that change results by rounding.
     rounding: Rounding,
+    returned: Returned,
     records: Records,
     observer: Box<dyn Observer>,
     console: Console,
@@ -254,6 +256,7 @@ impl Loop {
         }
         let collected = self.collect(drawn, step, epoch, timer)?;
         self.record_skipped(step + 1)?;
+        self.look_at_rewards(step + 1, &collected)?;
         let rewards = collected.rewards.total.chunks(self.algorithm.num_generations);
         for (group, rewards) in collected.groups.iter().zip(rewards) {
             let known: Vec<f64> = rewards.iter().copied().flatten().collect();
@@ -279,6 +282,20 @@ impl Loop {
             }
         }
         Ok(parts)
+    }
+
+    /// Warns of rewards that teach nothing, and ends the run if one of them applies to no row.
+    fn look_at_rewards(&mut self, step: u64, collected: &Rollouts) -> Result<()> {
+        if self.run.rows.replay {
+            return Ok(());
+        }
+        let names = self.rewards.names();
+        let warnings = self.returned.add(step, &collected.rewards, names.len());
+        if self.algorithm.split.ranks.is_first() {
+            warnings.iter().for_each(|warning| self.console.warning(warning));
+        }
+        let is_pass = self.source.order().epochs_done() >= 1.0;
+        self.returned.refusal(&names, is_pass).map_or(Ok(()), |refusal| Err(refusal.into()))
     }
 
     fn collect(

@@ -60,14 +60,13 @@ pub fn applies(rewards: &RewardSet, sample: &Sample) -> Result<Vec<Option<bool>>
     }
 }
 
-/// Scores one completion of a row with the rewards outside of this process. If a reward cannot be started or reached, this fails
-/// before anything is sampled.
-pub fn probe(rewards: &RewardSet, sample: &Sample, text: String, ids: Vec<u32>) -> Result<()> {
-    let probe = |inputs: &[RewardInput<'_>]| Ok(inputs.iter().try_for_each(|input| rewards.probe(input))?);
-    with_inputs(&[(sample, &[completion(text, ids)])], 0, 0, probe)
+/// Scores the completions of one row with the rewards outside of this process. If a reward cannot be started or reached, or does not
+/// return one value for each completion, this fails before anything is sampled.
+pub fn probe(rewards: &RewardSet, sample: &Sample, group: &[Completion]) -> Result<()> {
+    with_inputs(&[(sample, group)], 0, 0, |inputs| Ok(rewards.probe(inputs)?))
 }
 
-fn completion(text: String, ids: Vec<u32>) -> Completion {
+pub(crate) fn completion(text: String, ids: Vec<u32>) -> Completion {
     Completion::recorded(ids, FinishReason::Stop, text)
 }
 
@@ -118,6 +117,7 @@ fn with_inputs<T>(
                 key: RowKey { seed, step, row: sample.row, sample: (first + index) as u64 },
                 truncated: completion.finish_reason == FinishReason::Length,
                 added_turns: 2 * completion.turns.len(),
+                is_text: sample.is_text,
             });
         }
     }

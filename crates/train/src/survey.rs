@@ -94,6 +94,8 @@ pub struct Surveyed {
     pub without_solution: u64,
     /// Number of rows whose question mentions `<answer>`.
     pub tags_asked_for: u64,
+    /// Number of rows whose `prompt` is a text that the chat template makes a turn of.
+    pub templated_texts: u64,
     /// Name of each reward and the number of rows to which it applies; `None` if this depends on the completion.
     pub applies: Vec<(String, Option<u64>)>,
 }
@@ -121,10 +123,14 @@ impl<'a> Survey<'a> {
     pub fn ask(&self, sample: &Sample) -> Result<(), Cause> {
         let applies = scoring::applies(self.rewards, sample)?;
         let says = |part: &Part| matches!(part, Part::Text(text) if text.contains("<answer"));
+        let is_templated = !sample.is_text
+            && sample.media.is_empty()
+            && sample.columns.get("prompt").is_some_and(serde_json::Value::is_string);
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         seen.rows += 1;
         seen.without_solution += u64::from(sample.solution.is_none());
         seen.tags_asked_for += u64::from(sample.turns.iter().flat_map(|turn| &turn.parts).any(says));
+        seen.templated_texts += u64::from(is_templated);
         for ((_, count), applies) in seen.applies.iter_mut().zip(applies) {
             *count = count.zip(applies).map(|(count, applies)| count + u64::from(applies));
         }
@@ -182,6 +188,7 @@ mod tests {
         assert!(report.problems[0].what.contains("missing.png"), "{}", report.problems[0].what);
         let seen = survey.seen();
         assert_eq!((seen.rows, seen.without_solution, seen.tags_asked_for), (2, 2, 1));
+        assert_eq!(seen.templated_texts, 2);
         assert_eq!(seen.applies, [("accuracy".to_owned(), Some(0)), ("format".to_owned(), Some(2))]);
         assert_eq!(seen.idle(), Some("accuracy"));
         let again = Survey::new(&rewards).ask_until_none_is_idle(&rows, &[0, 2]);

@@ -22,6 +22,7 @@ class GRPOConfig:
     settings: dict[str, Any]
     def __init__(self, output_dir: _Path = ..., *, disable_tqdm: bool = ..., **settings: Unpack[Settings]) -> None: ...
     def __getattr__(self, name: str) -> Any: ...
+    def __setattr__(self, name: str, value: Any) -> None: ...
     @staticmethod
     def describe(name: str) -> str: ...
     @classmethod
@@ -37,8 +38,11 @@ class TrainOutput(NamedTuple):
 class GRPOTrainer:
     args: GRPOConfig
     state: SimpleNamespace
-    control: SimpleNamespace
-    callbacks: list[Any]
+    control: Any
+    @property
+    def callbacks(self) -> list[Any]: ...
+    @property
+    def evaluates(self) -> bool: ...
     def __init__(
         self,
         model: _Path,

@@ -67,6 +67,7 @@ class Settings(TypedDict, total=False):
     image_folders: Sequence[str | float | bool] | str | float | bool | str | PathLike[str]
     video_folders: Sequence[str | float | bool] | str | float | bool | str | PathLike[str]
     audio_folders: Sequence[str | float | bool] | str | float | bool | str | PathLike[str]
+    continue_text_prompts: bool
     use_audio_in_video: bool
     missing_audio: Literal["error", "silence"]
     allow_urls: Literal["off", "public", "all"]
@@ -100,9 +101,9 @@ class Settings(TypedDict, total=False):
     format_reward_weight: float
     accuracy_reward_weight: float
     format_mode: Literal["strict", "graded", "tags3", "r1v", "rec"]
-    accuracy_mode: Sequence[Literal["auto", "label", "emotion", "mcq_exact", "mcq_iou", "short_text", "math", "yes_no", "iou", "od_ap", "od_ap50", "odLength", "weighted_sum", "all_match", "fuzzy", "r1v", "mcq", "map", "default"]] | Literal["auto", "label", "emotion", "mcq_exact", "mcq_iou", "short_text", "math", "yes_no", "iou", "od_ap", "od_ap50", "odLength", "weighted_sum", "all_match", "fuzzy", "r1v", "mcq", "map", "default"] | str | PathLike[str]
-    reward_method: Sequence[Literal["auto", "label", "emotion", "mcq_exact", "mcq_iou", "short_text", "math", "yes_no", "iou", "od_ap", "od_ap50", "odLength", "weighted_sum", "all_match", "fuzzy", "r1v", "mcq", "map", "default"]] | Literal["auto", "label", "emotion", "mcq_exact", "mcq_iou", "short_text", "math", "yes_no", "iou", "od_ap", "od_ap50", "odLength", "weighted_sum", "all_match", "fuzzy", "r1v", "mcq", "map", "default"] | str | PathLike[str]
-    accu_reward_method: Sequence[Literal["auto", "label", "emotion", "mcq_exact", "mcq_iou", "short_text", "math", "yes_no", "iou", "od_ap", "od_ap50", "odLength", "weighted_sum", "all_match", "fuzzy", "r1v", "mcq", "map", "default"]] | Literal["auto", "label", "emotion", "mcq_exact", "mcq_iou", "short_text", "math", "yes_no", "iou", "od_ap", "od_ap50", "odLength", "weighted_sum", "all_match", "fuzzy", "r1v", "mcq", "map", "default"] | str | PathLike[str]
+    accuracy_mode: Sequence[Literal["auto", "label", "emotion", "mcq_exact", "mcq_iou", "short_text", "math", "yes_no", "iou", "temporal_iou", "od_ap", "od_ap50", "odLength", "weighted_sum", "all_match", "fuzzy", "r1v", "mcq", "map", "default"]] | Literal["auto", "label", "emotion", "mcq_exact", "mcq_iou", "short_text", "math", "yes_no", "iou", "temporal_iou", "od_ap", "od_ap50", "odLength", "weighted_sum", "all_match", "fuzzy", "r1v", "mcq", "map", "default"] | str | PathLike[str]
+    reward_method: Sequence[Literal["auto", "label", "emotion", "mcq_exact", "mcq_iou", "short_text", "math", "yes_no", "iou", "temporal_iou", "od_ap", "od_ap50", "odLength", "weighted_sum", "all_match", "fuzzy", "r1v", "mcq", "map", "default"]] | Literal["auto", "label", "emotion", "mcq_exact", "mcq_iou", "short_text", "math", "yes_no", "iou", "temporal_iou", "od_ap", "od_ap50", "odLength", "weighted_sum", "all_match", "fuzzy", "r1v", "mcq", "map", "default"] | str | PathLike[str]
+    accu_reward_method: Sequence[Literal["auto", "label", "emotion", "mcq_exact", "mcq_iou", "short_text", "math", "yes_no", "iou", "temporal_iou", "od_ap", "od_ap50", "odLength", "weighted_sum", "all_match", "fuzzy", "r1v", "mcq", "map", "default"]] | Literal["auto", "label", "emotion", "mcq_exact", "mcq_iou", "short_text", "math", "yes_no", "iou", "temporal_iou", "od_ap", "od_ap50", "odLength", "weighted_sum", "all_match", "fuzzy", "r1v", "mcq", "map", "default"] | str | PathLike[str]
     answer_policy: Literal["last", "first"]
     think: Literal["auto", "on", "off"]
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"]

@@ -11,8 +11,11 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from . import _omnigrpo
+from ._callbacks import Callbacks, Control
 from ._calls import Calls, with_functions
+from ._identity import digest
 from ._model import Model
+from ._processor import changed
 from ._progress import Progress
 from ._rows import dumps, file_of
 
@@ -25,20 +28,37 @@ class GRPOConfig:
     """Settings of a run, by name. Most names are those of TRL. What is not given has its default.
 
     `per_device_train_batch_size` counts prompts, each with `num_generations` completions, unless `batch_unit="completions"`.
+    A setting may also be assigned later: `args.learning_rate = 1e-5`. None stands for the default.
 
     """
 
     _command = "train"
 
     def __init__(self, output_dir="runs/python", *, disable_tqdm=False, **settings):
-        self.output_dir, self.disable_tqdm = Path(output_dir), disable_tqdm
         self.settings = {name: value for name, value in settings.items() if value is not None}
+        self.output_dir, self.disable_tqdm = output_dir, disable_tqdm
+        self._check(self.settings, TypeError)
+
+    def _check(self, settings, unknown):
         try:
-            _omnigrpo.read(self._command, dumps(self.settings))
+            _omnigrpo.read(self._command, dumps(settings))
         except ValueError as error:
             if "unknown setting" in str(error):
-                raise TypeError(str(error)) from None
+                raise unknown(str(error)) from None
             raise
+
+    def __setattr__(self, name, value):
+        if name == "output_dir":
+            value = Path(value)
+        if name in ("output_dir", "disable_tqdm", "settings"):
+            self.__dict__[name] = value
+        elif value is None:
+            if name not in _properties:
+                raise AttributeError(f"{name} is no setting")
+            self.settings.pop(name, None)
+        else:
+            self._check({name: value}, AttributeError)
+            self.settings[name] = value
 
     def __getattr__(self, name):
         if name in self.__dict__.get("settings", {}):
@@ -109,27 +129,86 @@ class _Run(Calls):
     def __init__(self, trainer):
         progress = Progress(trainer.args.disable_tqdm, quiet=not trainer.state.is_world_process_zero)
         super().__init__(trainer._functions, trainer._environments, progress)
-        self.state, self.control, self.call = trainer.state, trainer.control, trainer._call
+        self.state, self.control, self.call, self.trainer, self.steps = trainer.state, trainer.control, trainer._call, trainer, 0
 
     def _logged(self, report):
         logs = {name: value for name, value in report["metrics"].items() if value is not None}
         self.state.log_history.append({**logs, "step": report["step"]})
         return logs
 
+    def restore(self, steps):
+        """Add the numbers of the steps before those of this process to the log."""
+        file = self.trainer.args.output_dir / "metrics.jsonl"
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+        earlier = [{name: value for name, value in row.items() if value is not None} for row in rows if row["step"] <= steps]
+        self.state.log_history[:0] = earlier
+
     def on_step(self, _, report):
-        logs = self._logged(report)
+        if self.steps == 0:
+            self.restore(report["step"] - 1)
+        self.steps += 1
+        logs, before = self._logged(report), int(self.state.epoch or 0)
         self.state.global_step, self.state.epoch = report["step"], logs.get("epoch", self.state.epoch)
         self.progress.rewards += [logs["reward"]] if "reward" in logs else []
+        if self.steps == 1:
+            self.call("on_epoch_begin")
         self.call("on_step_begin")
         self.call("on_step_end")
         self.call("on_log", logs=logs)
-        return not self.control.should_training_stop
+        if int(self.state.epoch or 0) > before:
+            self.call("on_epoch_end")
+            if self.state.global_step != self.state.max_steps:
+                self.call("on_epoch_begin")
+        return self._asked()
+
+    def _asked(self):
+        asked = self.control.take()
+        if asked["evaluate"] and not self.trainer.evaluates:
+            raise ValueError("a callback has set control.should_evaluate, expected rows to evaluate on: give `eval_dataset` or `val_split_ratio`")
+        return asked
 
     def on_save(self, _, report):
         self.call("on_save")
 
     def on_evaluation(self, _, report):
         self.call("on_evaluate", metrics=self._logged(report))
+        return self._asked()
+
+    def on_line(self, name, line):
+        if line.startswith("resuming ") or " were moved to " in line or "prompts are texts" in line:
+            self.progress.line(line)
+        else:
+            super().on_line(name, line)
+
+
+# Methods of TRL's trainers and of `transformers.Trainer`, which a subclass may override there, and what does their work here.
+_REPLACED = {
+    "the settings of the loss (`loss_type`, `beta`, `epsilon`, …)": ("compute_loss", "_compute_loss", "compute_loss_context_manager"),
+    "callbacks with `on_step_begin` and `on_step_end`": ("training_step", "_inner_training_loop", "_maybe_log_save_evaluate"),
+    "a callback with `on_log`, or `log_metric` and `log_extra` in a reward": ("log", "_log_completions"),
+    "`train_dataset`, an iterable of rows, and the settings `shuffle_dataset`, `curriculum` and `dataloader_num_workers`": (
+        "get_train_dataloader", "get_batch_samples", "_get_train_sampler", "_get_dataloader", "_prepare_inputs", "_prepare_input",
+        "_set_signature_columns_if_needed",
+    ),
+    "`eval_dataset` and the settings `eval_strategy` and `eval_steps`; `omnigrpo.evaluate` evaluates a checkpoint": (
+        "get_eval_dataloader", "get_test_dataloader", "_get_eval_sampler", "evaluate", "evaluation_loop", "prediction_loop",
+        "prediction_step", "predict",
+    ),
+    "rewards, `tools` and `environment_factory`, and the settings of sampling": (
+        "_generate_and_score_completions", "_generate", "_generate_single_turn", "_calculate_rewards", "_tool_call_loop",
+        "_get_per_token_logps_and_entropies", "_get_last_hidden_state",
+    ),
+    "the settings of the optimizer (`learning_rate`, `lr_scheduler_type`, …)": (
+        "create_optimizer", "create_scheduler", "create_optimizer_and_scheduler", "get_decay_parameter_names",
+        "get_optimizer_cls_and_kwargs",
+    ),
+    "the settings `save_strategy`, `save_steps` and `save_total_limit`, and a callback with `on_save`": (
+        "save_model", "_save", "_save_checkpoint", "_load_from_checkpoint", "_load_best_model", "create_model_card", "push_to_hub",
+    ),
+    "a setting or a callback": (
+        "autocast_smart_context_manager", "floating_point_ops", "hyperparameter_search", "num_examples", "store_flos", "init_hf_repo",
+    ),
+}
 
 
 class GRPOTrainer:
@@ -148,6 +227,17 @@ class GRPOTrainer:
 
     _config = GRPOConfig
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        instead = {name: what for what, names in _REPLACED.items() for name in names}
+        # A method that the installed TRL has and this page does not know is refused as well.
+        theirs = getattr(sys.modules.get("trl.trainer.grpo_trainer"), "GRPOTrainer", object)
+        for name in vars(cls):
+            known = name in instead or hasattr(theirs, name) and not hasattr(object, name)
+            if known and not hasattr(GRPOTrainer, name):
+                raise TypeError(f"{cls.__name__}.{name} overrides a method of TRL that is never called here; "
+                                f"use {instead.get(name, 'a setting or a callback')}")
+
     def __init__(self, model, reward_funcs=None, args=None, train_dataset=None, eval_dataset=None, callbacks=None, peft_config=None,
                  processing_class=None, tools=None, environment_factory=None):
         self.args = self._config() if args is None else self._config.of(args)
@@ -157,7 +247,16 @@ class GRPOTrainer:
         own = getattr(getattr(processing_class, "tokenizer", processing_class), "name_or_path", os.fspath(model))
         if own != os.fspath(model):
             raise ValueError(f"processing_class is that of {own}, expected that of the model, {os.fspath(model)}")
-        given = {**self.args.settings, "model_name_or_path": os.fspath(model)}
+        differing = changed(processing_class) if processing_class is not None else []
+        if differing:
+            raise ValueError(f"processing_class differs from {own} in {', '.join(differing)}, expected what the files of the model say; "
+                             "write it beside the weights with `save_pretrained`, or use a setting such as `max_pixels` or "
+                             "`chat_template_kwargs`")
+        self._assigned = dict(self.args.settings)
+        # A prompt that is a text is continued as it stands, as in TRL.
+        templated = self.args.settings.get("system_prompt") or tools or environment_factory
+        texts = {} if templated else {"continue_text_prompts": True}
+        given = {**texts, **self.args.settings, "model_name_or_path": os.fspath(model)}
         self._settings, self._functions, self._environments = with_functions(given, reward_funcs, tools, environment_factory)
         if peft_config is not None:
             if type(peft_config).__name__ != "LoraConfig":
@@ -168,24 +267,40 @@ class GRPOTrainer:
         if train_dataset is None and environment_factory is not None:
             train_dataset = self._environments.questions(self.args.max_steps)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self.callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks or []]
+        self._callbacks = Callbacks(callbacks)
         self.state = SimpleNamespace(global_step=0, epoch=0.0, max_steps=self.args.max_steps or -1, log_history=[], total_flos=0,
                                      is_world_process_zero=True, is_local_process_zero=True, is_hyper_param_search=False)
-        self.control = SimpleNamespace(should_training_stop=False, should_log=False, should_save=False, should_evaluate=False)
+        self.control = Control()
         self._model = None
+        self._digests = {name: digest(function) for name, function in self._functions.items()}
+        self._digests.update({f"tool {at}": digest(tool) for at, tool in enumerate(tools or ())})
+        if environment_factory is not None:
+            self._digests["environment"] = digest(environment_factory)
         for note in _omnigrpo.check(self._config._command, self._given(write=False)):
             warnings.warn(note, stacklevel=2)
         self._call("on_init_end")
 
+    @property
+    def callbacks(self):
+        """The callbacks."""
+        return self._callbacks.own
+
+    @property
+    def evaluates(self):
+        """Whether the run has rows to evaluate on."""
+        names = ("eval_file", "eval_dataset_use", "val_split_ratio")
+        return self.eval_dataset is not None or any(self.args.settings.get(name) for name in names)
+
     def _call(self, event, **kwargs):
-        for callback in self.callbacks:
-            method = getattr(callback, event, None)
-            if method is not None:
-                method(self.args, self.state, self.control, model=None, **kwargs)
+        self._callbacks.call(self, event, **kwargs)
 
     def _given(self, write=True):
         """Return all settings, with rows as files of the run directory, which are written unless `write` is false."""
-        given = {**self._settings, "output_dir": str(self.args.output_dir)}
+        # Settings that were assigned to `args` after this trainer was made.
+        assigned = {name: self.args.settings.get(name) for name in {*self._assigned, *self.args.settings}}
+        later = {name: value for name, value in assigned.items() if value != self._assigned.get(name)}
+        given = {**self._settings, **later, "output_dir": str(self.args.output_dir)}
+        given = {name: value for name, value in given.items() if value is not None}
         for name in ("train", "eval"):
             rows = getattr(self, f"{name}_dataset")
             if rows is None:
@@ -198,7 +313,11 @@ class GRPOTrainer:
         return dumps(given)
 
     def train(self, resume_from_checkpoint=None):
-        """Train to the end, or resume the run that `output_dir` contains.
+        """Train to the end.
+
+        If `output_dir` contains an unfinished run with the same settings, rows, model and functions, that run is resumed. Any other
+        run there is moved to `superseded-N` in it, and training starts from the beginning. Both are said in a line.
+        `resume_from_checkpoint=True` resumes the newest checkpoint, `"never"` starts from the beginning.
 
         Ctrl-C ends the run with a checkpoint; the same call resumes it. A second Ctrl-C raises at once. SIGTERM does the same and raises
         `SystemExit(75)`, unless the script has a handler of its own.
@@ -209,6 +328,8 @@ class GRPOTrainer:
         if resume_from_checkpoint is not None:
             self._settings["resume_from_checkpoint"] = resume_from_checkpoint
         self._model, self.control.should_training_stop = None, False
+        self.state.log_history, self.state.global_step, self.state.epoch = [], 0, 0.0
+        self.state.max_steps = self.args.max_steps or -1
         first = _omnigrpo.connect(self._config._command, self._given(), _again()) == 0
         self.state.is_world_process_zero = self.state.is_local_process_zero = first
         run = _Run(self)
@@ -216,10 +337,15 @@ class GRPOTrainer:
             self._settings.setdefault("dashboard", True)
         self._call("on_train_begin")
         try:
-            done, model = _omnigrpo.train(self._config._command, self._given(), run)
+            done, model = _omnigrpo.train(self._config._command, self._given(), self._digests, resume_from_checkpoint is None, run)
         finally:
             run.progress.close()
-        done, self._model = json.loads(done), Model(self._settings["model_name_or_path"], _inner=model)
+        done = json.loads(done)
+        if run.steps == 0 and not done["interrupted"]:
+            run.restore(done["steps"])
+            self.state.global_step = done["steps"]
+            run.progress.line(f"the run in {self.args.output_dir} is complete: nothing was trained")
+        self._model = Model(self._settings["model_name_or_path"], _inner=model)
         self._call("on_train_end")
         losses = [row["loss"] for row in self.state.log_history if "loss" in row]
         return TrainOutput(done["steps"], sum(losses) / max(1, len(losses)), done)

@@ -9,7 +9,7 @@
 //! | `video` as a list of lists, or as a list of still images | clips given as frames |
 //! | `fps`, `nframes`, `min_frames`, `max_frames`, `min_pixels`, `max_pixels`, `total_pixels`, `resized_height`, `resized_width`, `video_start`, `video_end` | options for every medium of the row; `video_start` and `video_end` (seconds) select the same part of the sound |
 //! | `meta` with `frame_cnts`, `min_frames`, `max_frames`, `dynamic_sample` | the clip's segments (a list of such objects for several clips) |
-//! | `solution`, else `answer`, `ground_truth`, `reward_model.ground_truth` (verl), the final assistant turn, `label` (OpenRLHF, slime) | the ground truth, verbatim |
+//! | `solution`, else `answer`, `ground_truth`, `reward_model.ground_truth` (verl), `answers`, the final assistant turn, `label` (OpenRLHF, slime) | the ground truth, verbatim; of a list of texts, any is right |
 //! | `completions` (texts, or objects with `text`, `completion_ids`, `logprobs`), or `completion_ids` and `logprobs`; `rewards` | recorded completions |
 //! | `completion` | the target of `sft`, a text or messages; it takes precedence over a final assistant turn |
 //! | `tools` | the tools that the prompt describes: a list of objects in the format of OpenAI, or the same as JSON in a text |
@@ -43,6 +43,7 @@ use omnigrpo_guard::Setting;
 use omnigrpo_text::{MediumKind, Part, Role, ToolCall, Turn};
 use serde_json::{Map, Value, json};
 
+use crate::accepted::of_answers;
 use crate::dataset::ColumnNames;
 use crate::error::{DataError, PROMPT, RowProblem, describe, shorten};
 use crate::question::QuestionTemplate;
@@ -115,6 +116,7 @@ pub(crate) struct Context<'a> {
     pub(crate) names: &'a ColumnNames,
     pub(crate) use_audio_in_video: bool,
     pub(crate) empty_questions: bool,
+    pub(crate) continue_text_prompts: bool,
 }
 
 /// Turn as it appears in the row.
@@ -172,6 +174,7 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
         return Err(RowProblem::NoPrompt { missing: "question", roles: roles() });
     }
 
+    let is_text = is_text(&raw, &columns, context.names);
     let (mut turns, media) = media::place(raw, &columns, context)?;
     let said = turns.last().into_iter().flat_map(|turn| &turn.parts).any(|part| match part {
         Part::Text(text) => !text.trim().is_empty(),
@@ -202,6 +205,8 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
             media: later_media,
         },
     };
+    let tools = tools(&columns)?;
+    let is_text = context.continue_text_prompts && is_text && media.is_empty() && tools.is_none();
     let id = id(&columns).unwrap_or_else(|| format!("{}:{line}", context.dataset));
     let completions = recorded::completions(&columns, context)?;
     let rewards = match &completions {
@@ -218,12 +223,20 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
         solution,
         solution_from,
         reference,
-        tools: tools(&columns)?,
+        is_text,
+        tools,
         columns,
         think: context.think,
         completions,
         rewards,
     })
+}
+
+/// Returns true if the whole conversation is the text of the column `prompt`.
+fn is_text(raw: &[RawTurn], columns: &Map<String, Value>, names: &ColumnNames) -> bool {
+    let name = names.prompt.as_deref().unwrap_or("prompt");
+    let text = inside(columns, name).and_then(Value::as_str);
+    matches!(raw, [RawTurn { role: Role::User, content: Content::Text(own), .. }] if Some(own.as_str()) == text)
 }
 
 /// Name of the source of a ground truth that is the final assistant turn.
@@ -237,12 +250,16 @@ fn ground_truth(
     final_turn: Option<&str>,
 ) -> (Option<String>, Option<Arc<str>>) {
     const BEFORE: [&str; 4] = ["solution", "answer", "ground_truth", "reward_model.ground_truth"];
+    const ACCEPTED: &str = "answers";
     let of_column = |name: &str| inside(columns, name).map(|value| (verbatim(value), Arc::from(name)));
+    let accepted = || Some((of_answers(present(columns, ACCEPTED)?)?, Arc::from(ACCEPTED)));
     let found = match &names.solution {
+        Some(name) if name == ACCEPTED => accepted(),
         Some(name) => of_column(name),
         None => BEFORE
             .into_iter()
             .find_map(of_column)
+            .or_else(accepted)
             .or_else(|| final_turn.map(|text| (text.to_owned(), Arc::from(FINAL_TURN))))
             .or_else(|| of_column("label")),
     };

@@ -6,7 +6,7 @@ use omnigrpo_media::audio::{AudioClip, AudioRange, LogMel, read_audio};
 
 use super::frames::file;
 use super::{MediaSettings, MediumInput, MediumShape, MissingAudio};
-use crate::error::Result;
+use crate::error::{ModelError, Result};
 
 /// Plans a sound from its header.
 ///
@@ -23,7 +23,7 @@ pub fn plan(
     if header.sample_rate_hz.is_some() {
         range(medium, mel).check(path, header.duration_secs, &settings.limits)?;
     } else if settings.missing_audio == MissingAudio::Error {
-        return Err(MediaError::NoAudioTrack { path: path.to_owned() }.into());
+        return Err(ModelError::NoSound { path: path.to_owned() });
     }
     Ok(MediumShape::Mel { mels: mel.num_mels(), frames: mel.num_frames() })
 }
@@ -34,6 +34,7 @@ pub fn prepare(medium: &MediumRef, mel: &LogMel, settings: &MediaSettings) -> Re
         Err(MediaError::NoAudioTrack { .. }) if settings.missing_audio == MissingAudio::Silence => {
             AudioClip::silence(mel.window_s(), mel.sample_rate_hz())
         }
+        Err(MediaError::NoAudioTrack { path }) => return Err(ModelError::NoSound { path }),
         clip => clip?,
     };
     let features = mel.features_of(&clip)?;

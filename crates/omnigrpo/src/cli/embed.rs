@@ -28,6 +28,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -59,8 +60,16 @@ pub struct Caller {
     pub stop: Arc<AtomicBool>,
     /// Observer of a run.
     pub observer: Box<dyn Observer>,
+    /// Flag that asks for a checkpoint after the present step.
+    pub save: Arc<AtomicBool>,
+    /// Flag that asks for an evaluation after the present step.
+    pub evaluate: Arc<AtomicBool>,
     /// Environment of the settings' `caller:NAME`.
     pub environment: Option<Arc<dyn Peer>>,
+    /// Digest of the code of each function, by the function's name. A run resumes only with the same digests.
+    pub digests: BTreeMap<String, String>,
+    /// True to start a complete run from the beginning, instead of leaving it as it is.
+    pub repeat_complete: bool,
     rewards: CallerRewards,
 }
 
@@ -71,7 +80,11 @@ impl Caller {
             console: Console::plain(std::io::sink()),
             stop: Arc::default(),
             observer: Box::new(()),
+            save: Arc::default(),
+            evaluate: Arc::default(),
             environment: None,
+            digests: BTreeMap::new(),
+            repeat_complete: false,
             rewards: CallerRewards(Some(Arc::new(rewards))),
         }
     }
@@ -79,6 +92,10 @@ impl Caller {
     /// Gives the rewards and the environment to the settings, and returns how the command is attended.
     fn attend(self, settings: &mut Settings) -> Attended {
         settings.rewards.caller = self.rewards;
+        settings.rewards.caller_digests = self.digests;
+        settings.run.save.asked = self.save;
+        settings.run.eval.asked = self.evaluate;
+        settings.run.resume.repeat_complete = self.repeat_complete;
         settings.turns.caller = CallerEnvironment(self.environment);
         (self.console, self.stop, self.observer)
     }

@@ -4,6 +4,9 @@ use std::path::{Path, PathBuf};
 
 use omnigrpo_ranks::Launch;
 
+/// Name of the file of `DEBUG_MODE` without `LOG_PATH`.
+pub const DEBUG_LOG: &str = "grpo_debug.log";
+
 /// Values of the environment variables.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Environment {
@@ -106,7 +109,7 @@ impl Environment {
             // A launcher whose variables are wrong is reported where the processes connect.
             processes: Launch::read(get).map_or(1, |launch| launch.size),
             debug_log: on(&get, "DEBUG_MODE")
-                .then(|| get("LOG_PATH").map_or_else(|| PathBuf::from("grpo_debug.log"), PathBuf::from)),
+                .then(|| get("LOG_PATH").map_or_else(|| PathBuf::from(DEBUG_LOG), PathBuf::from)),
             ds_skip_cuda_check: on(&get, "DS_SKIP_CUDA_CHECK"),
             cuda_visible_devices,
             cuda_folders: ["CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV", "CONDA_PREFIX"]

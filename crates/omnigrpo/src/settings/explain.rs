@@ -151,8 +151,8 @@ pub fn print_config(resolved: &Resolved) -> String {
     out
 }
 
-/// Returns the command line of a run with the settings that the user gave. Paths are reduced to file names, and programs of
-/// rewards are omitted, because the model card shows this line to others.
+/// Returns the command line of a run with the settings that the user gave. Paths other than that of the model are reduced to file
+/// names, and programs of rewards are omitted, because the model card shows this line to others.
 pub fn command(resolved: &Resolved) -> String {
     let name_of = |text: &str| match omnigrpo_fetch::is_repo_name(text) && !Path::new(text).exists() {
         true => text.to_owned(),
@@ -182,6 +182,9 @@ pub fn command(resolved: &Resolved) -> String {
             (Kind::Paths(_), Value::Texts(texts)) => texts.iter().map(|text| name_of(text)).collect(),
             (_, Value::Texts(texts)) => texts,
             (Kind::Path, Value::Text(text)) => vec![name_of(&text)],
+            (_, Value::Text(text)) if flag.name == "model_name_or_path" && is_place(&text) => {
+                vec![omnigrpo_models::Origin::of(Path::new(&text)).name]
+            }
             (_, Value::Text(text)) if is_place(&text) => vec![name_of(&text)],
             (_, Value::Floats(numbers)) => numbers.iter().map(f64::to_string).collect(),
             (_, other) => vec![plain(&other)],

@@ -6,6 +6,7 @@
 //! The structs do not derive `PartialEq`: the derived code would read every field, and the compiler could no longer report a
 //! setting that no verb uses.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -22,7 +23,7 @@ use omnigrpo_train::{AdamWConfig, Algorithm, EvalOptions, EvalWhen, Peer, RunPla
 
 use serde_json::{Map, Value as Json};
 
-use crate::settings::environment::Environment;
+use crate::settings::environment::{DEBUG_LOG, Environment};
 use crate::settings::flags;
 use crate::settings::names::{
     AllowUrls, BatchUnit, Bf16Products, HubStrategy, QuantizedActivations, Tracker,
@@ -274,6 +275,8 @@ pub struct Rewards {
     pub temporal_order_bonus: bool,
     /// Rewards `caller:NAME`, which are functions of the program that runs the command in its process.
     pub caller: CallerRewards,
+    /// Digest of the code of each function of that program.
+    pub caller_digests: BTreeMap<String, String>,
 }
 
 /// Returns the reward for a name.
@@ -623,7 +626,13 @@ impl Settings {
             }
             (Some(dir), None) => io.log_file = Some(dir.join("log.txt")),
             (None, Some(name)) => {
-                io.log_file = Some(PathBuf::from("runs").join(name).join("log/log.txt"));
+                let logs = PathBuf::from("runs").join(name).join("log");
+                if let Some(log) =
+                    self.env.debug_log.as_mut().filter(|log| log.as_path() == Path::new(DEBUG_LOG))
+                {
+                    *log = logs.join(DEBUG_LOG);
+                }
+                io.log_file = Some(logs.join("log.txt"));
                 io.output_dir = Some(Path::new("checkpoints/rl").join(name));
             }
             (None, None) => {}
@@ -665,6 +674,13 @@ impl Settings {
     /// Returns true if no reward has that name.
     pub fn lacks_reward(&self, name: &str) -> bool {
         !self.rewards.funcs.iter().any(|func| func == name)
+    }
+
+    /// Returns true if the model continues prompts that are texts as they stand. A system turn and tools need a template.
+    pub fn continues_text_prompts(&self) -> bool {
+        self.read.continue_text_prompts
+            && self.prompts.render.system.is_none()
+            && self.turns.environment.is_none()
     }
 
     /// Returns true if a tracker gets the metrics.

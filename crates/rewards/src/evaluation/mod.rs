@@ -6,13 +6,15 @@
 mod explanations;
 mod labels;
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::answer::{MAX_ANSWER_CHARS, said};
+use crate::answer::{MAX_ANSWER_CHARS, golds, marked, said, same_label};
+use crate::latex::bare;
 use crate::tags::content;
 use crate::{AnswerPolicy, RewardError, RewardSet};
 
@@ -30,6 +32,7 @@ const ANSWER_REWARDS: &[&str] = &[
     "short_text",
     "math",
     "iou",
+    "temporal_iou",
     "od_ap",
     "od_ap50",
     "odLength",
@@ -88,7 +91,7 @@ pub struct EvalRow {
     /// Turns of an environment in each completion, in the form of rollout logs; empty if no completion has any.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub completion_turns: Vec<Value>,
-    /// Content of each completion's answer tag; `None` without an answer.
+    /// Answer that each completion marks with a tag or `\boxed{…}`; `None` without an answer.
     pub answers: Vec<Option<String>>,
     /// Value of each reward per completion.
     pub rewards: BTreeMap<String, Vec<Option<f64>>>,
@@ -109,9 +112,9 @@ impl EvalRow {
     }
 }
 
-/// Returns the trimmed content of a completion's answer tag, or `None` if it is empty.
-pub fn answer(completion: &str, policy: AnswerPolicy) -> Option<&str> {
-    content(completion, "answer", policy).map(str::trim).filter(|text| !text.is_empty())
+/// Returns the answer that a completion marks with a tag or with `\\boxed{…}`, without LaTeX around it, or `None` if it is empty.
+pub fn answer(completion: &str, policy: AnswerPolicy) -> Option<Cow<'_, str>> {
+    marked(completion, policy).filter(|text| !text.is_empty())
 }
 
 /// One line of the table by category.
@@ -277,9 +280,13 @@ impl<'a> Judge<'a> {
 fn confusion(rows: &[EvalRow], measures: &Measures) -> Result<Option<Confusion>, RewardError> {
     let truth = |row: &'_ EvalRow| -> Option<String> {
         let solution = row.solution.as_deref()?;
-        let text = content(solution, "answer", measures.answer_policy).unwrap_or(solution).trim();
+        // The first accepted answer stands for all of them.
+        let text =
+            golds(solution, measures.answer_policy).and_then(|all| all.into_iter().next()).unwrap_or_else(
+                || bare(content(solution, "answer", measures.answer_policy).unwrap_or(solution)).into_owned(),
+            );
         // Longer texts are not labels, and comparing them would waste time.
-        (text.len() <= MAX_ANSWER_CHARS).then(|| text.to_owned())
+        (text.len() <= MAX_ANSWER_CHARS).then_some(text)
     };
     let found;
     let labels = match &measures.labels {
@@ -294,8 +301,11 @@ fn confusion(rows: &[EvalRow], measures: &Measures) -> Result<Option<Confusion>,
     let mut confusion = Confusion::new(labels);
     for row in rows {
         let truth = truth(row).unwrap_or_default();
+        let golds = row.solution.as_deref().and_then(|solution| golds(solution, measures.answer_policy));
         for completion in &row.completions {
-            confusion.add(labels, &truth, said(completion, measures.answer_policy));
+            let said = said(completion, measures.answer_policy);
+            let accepted = golds.iter().flatten().any(|gold| same_label(&said, gold));
+            confusion.add(labels, &truth, if accepted { &truth } else { &said });
         }
     }
     Ok(Some(confusion))
@@ -400,6 +410,7 @@ mod tests {
                     key: RowKey { seed: 0, step: 0, row: i as u64, sample: 0 },
                     truncated: false,
                     added_turns: 0,
+                    is_text: false,
                 })
                 .collect();
             let matrix = rewards.score(&inputs).unwrap();
@@ -413,7 +424,7 @@ mod tests {
                 completions: completions.iter().map(|&c| c.to_owned()).collect(),
                 answers: completions
                     .iter()
-                    .map(|c| answer(c, AnswerPolicy::Last).map(str::to_owned))
+                    .map(|c| answer(c, AnswerPolicy::Last).map(Cow::into_owned))
                     .collect(),
                 rewards: matrix.names.iter().cloned().zip(matrix.values).collect(),
                 reward: matrix.total,

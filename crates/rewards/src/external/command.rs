@@ -21,7 +21,7 @@ use super::{
     Answer, ExternalOptions, Failure, Log, Request, answer_of, attempts, excerpt, python_function, redacted,
     rows_name, same_id, spread, values,
 };
-use crate::contract::{Logged, row_name};
+use crate::contract::Logged;
 use crate::{Reward, RewardError, RewardInput, RewardOptions};
 
 /// Maximum length of an answer line in bytes. Longer lines are refused.
@@ -195,13 +195,11 @@ impl Reward for CommandReward {
         self.log.take()
     }
 
-    fn probe(&self, row: &RewardInput<'_>) -> Result<Option<f64>, RewardError> {
+    fn probe(&self, group: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
         // An error before the first step is not a temporary problem.
         let once = ExternalOptions { retries: 0, ..self.options.clone() };
-        let (scores, _) = attempts(&self.name, &row_name(0, row), &once, Duration::ZERO, || {
-            self.ask(0, std::slice::from_ref(row), true)
-        })?;
-        Ok(scores.into_iter().next().flatten())
+        let named = rows_name(&(0..group.len()), group);
+        Ok(attempts(&self.name, &named, &once, Duration::ZERO, || self.ask(0, group, true))?.0)
     }
 }
 
@@ -592,7 +590,7 @@ done"#;
         let probe = |body: &str, range| {
             let set = set(dir.path(), body, |o| o.range = range).unwrap();
             let row = Row::new("q", "1", "s");
-            set.probe(&row.input()).map_err(|error| error.to_string())
+            set.probe(&[row.input()]).map_err(|error| error.to_string())
         };
         // The answer is marked, and the process is kept.
         let marked =

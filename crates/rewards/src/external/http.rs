@@ -13,7 +13,7 @@ use super::{
     Answer, ExternalOptions, Failure, Log, Request, answer_of, attempts, excerpt, redacted, rows_name,
     same_id, spread, values,
 };
-use crate::contract::{Logged, row_name};
+use crate::contract::Logged;
 use crate::{Reward, RewardError, RewardInput, RewardOptions};
 
 const MAX_ANSWER_BYTES: u64 = 64 << 20;
@@ -60,9 +60,8 @@ impl Reward for HttpReward {
         self.log.take()
     }
 
-    fn probe(&self, row: &RewardInput<'_>) -> Result<Option<f64>, RewardError> {
-        let (scores, _) = self.ask(&row_name(0, row), std::slice::from_ref(row), true)?;
-        Ok(scores.into_iter().next().flatten())
+    fn probe(&self, group: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
+        Ok(self.ask(&rows_name(&(0..group.len()), group), group, true)?.0)
     }
 }
 
@@ -276,11 +275,12 @@ pub(super) mod tests {
     #[test]
     fn a_trial_is_marked() {
         let address = server(|_, _, body| {
-            assert_eq!((&body["probe"], body["rows"].as_array().unwrap().len()), (&json!(true), 1));
+            assert_eq!((&body["probe"], body["rows"].as_array().unwrap().len()), (&json!(true), 2));
             Some((200, lengths(body)))
         });
         let set = build(&[format!("mine=http://{address}")], &quick()).unwrap();
-        set.probe(&Row::new("q", "c", "s").input()).unwrap();
+        let row = Row::new("q", "c", "s");
+        set.probe(&[row.input(), row.input()]).unwrap();
     }
 
     #[test]

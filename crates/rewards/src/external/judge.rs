@@ -19,6 +19,7 @@ use serde_json::{Value, json};
 
 use super::http::Client;
 use super::{ExternalOptions, Failure, attempts, excerpt, rows_name, spread};
+use crate::answer::golds;
 use crate::contract::row_name;
 use crate::tags::{content, tags};
 use crate::{AnswerPolicy, Reward, RewardError, RewardInput, RewardOptions};
@@ -114,8 +115,11 @@ impl Reward for Judge {
         Ok(None)
     }
 
-    fn probe(&self, row: &RewardInput<'_>) -> Result<Option<f64>, RewardError> {
-        Ok(self.score(std::slice::from_ref(row))?.into_iter().next().flatten())
+    /// Scores the first completion only, since a judge reads each of them alone.
+    fn probe(&self, group: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
+        let mut scores = self.score(&group[..group.len().min(1)])?;
+        scores.resize(group.len(), None);
+        Ok(scores)
     }
 }
 
@@ -184,6 +188,8 @@ fn image_type(path: &Path, bytes: &[u8]) -> Result<&'static str, String> {
 /// Fills the template with the row's texts. Braces in these texts are not placeholders.
 fn filled(template: &str, input: &RewardInput<'_>) -> String {
     let answer = content(input.completion, "answer", AnswerPolicy::Last).unwrap_or(input.completion);
+    let solution = input.solution.unwrap_or_default();
+    let accepted = golds(solution, AnswerPolicy::Last).map(|all| all.join(" or "));
     let mut out = String::with_capacity(template.len() + input.prompt.len() + input.completion.len());
     let mut rest = template;
     while let Some(at) = rest.find('{') {
@@ -193,7 +199,7 @@ fn filled(template: &str, input: &RewardInput<'_>) -> String {
             ("{prompt}", input.prompt),
             ("{completion}", input.completion),
             ("{answer}", answer.trim()),
-            ("{solution}", input.solution.unwrap_or_default()),
+            ("{solution}", accepted.as_deref().unwrap_or(solution)),
         ];
         if let Some((place, text)) = places.iter().find(|(place, _)| rest.starts_with(place)) {
             out.push_str(text);

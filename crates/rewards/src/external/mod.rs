@@ -13,13 +13,16 @@
 //! (`prepare_multimodal_messages`). In a row without media, each turn is `{"role": "user", "content": "…"}`. In a row with media,
 //! each `content` is a list of parts, `{"type": "text", "text": "…"}` or `{"type": "image", "image": "/data/1.png"}`, with paths
 //! instead of decoded pictures. The system text of a run, if any, is the first turn. The last `added_turns` of them belong to the
-//! completion: earlier turns of the model, each with the answer of an environment.
+//! completion: earlier turns of the model, each with the answer of an environment. A row has `"is_text": true` if its prompt is a
+//! text that the completion continues without a chat template.
 //!
 //! Besides `rewards`, an answer may have `"metrics": {"name": 1.5}` and `"columns": {"name": ["a value per row"]}`. Metrics
 //! become metrics of the step, as means over its requests weighted by rows. Columns go into the records of completions.
 //!
-//! The first request of a run is a test: one row with an invented completion, with `"probe": true` after `rows`. It is answered
-//! like any other request, and its number is ignored.
+//! A request contains all completions of a row, so that a scorer can compare them.
+//!
+//! The first request of a run is a test: the invented completions of one row, with `"probe": true` after `rows`. It is answered
+//! like any other request, and its numbers are ignored.
 //!
 //! After a death, a time-out or a refused connection, the request is sent again. These failures are final, since they would
 //! recur: an error that the scorer reports, an invalid answer, or a program that exits by itself before its first answer.
@@ -60,7 +63,7 @@ pub struct ExternalOptions {
     pub retries: u32,
     /// Wait before the second attempt at an endpoint. Doubles with each attempt.
     pub backoff: Duration,
-    /// Number of completions per request, ≥ 1.
+    /// Number of completions per request, ≥ 1. The completions of one row stay together, also if they are more.
     pub batch_size: usize,
     /// Declared range of the values. The default is any finite value, and 0 to 1 for a judge.
     pub range: Option<(f64, f64)>,
@@ -195,6 +198,8 @@ struct RequestRow<'a> {
     sample: u64,
     truncated: bool,
     added_turns: usize,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    is_text: bool,
 }
 
 #[derive(Debug, Serialize)]
@@ -226,6 +231,7 @@ fn request_rows<'a>(rows: &[RewardInput<'a>], system: Option<&str>) -> Vec<Reque
         sample: input.key.sample,
         truncated: input.truncated,
         added_turns: input.added_turns,
+        is_text: input.is_text,
     };
     rows.iter().map(row).collect()
 }
@@ -422,6 +428,21 @@ fn rows_name(range: &Range<usize>, batch: &[RewardInput<'_>]) -> String {
     }
 }
 
+/// Splits a batch into requests of about `most` rows. The completions of one dataset row stay together, unless `most` is 1.
+fn requests(batch: &[RewardInput<'_>], most: usize) -> Vec<Range<usize>> {
+    let mut ranges: Vec<Range<usize>> = Vec::new();
+    let mut from = 0;
+    for group in batch.chunk_by(|a, b| most > 1 && a.key.row == b.key.row) {
+        let to = from + group.len();
+        match ranges.last_mut() {
+            Some(last) if to - last.start <= most => last.end = to,
+            _ => ranges.push(from..to),
+        }
+        from = to;
+    }
+    ranges
+}
+
 /// Splits a batch into requests and sends them from `pool_size` threads. `send` receives the number of its thread and the rows.
 /// If several requests fail, returns the first error in row order.
 fn spread<'a>(
@@ -431,9 +452,7 @@ fn spread<'a>(
     send: impl Fn(usize, Range<usize>, &[RewardInput<'a>]) -> Result<Vec<Option<f64>>, RewardError> + Sync,
 ) -> Result<Vec<Option<f64>>, RewardError> {
     type Scored = Result<Vec<Option<f64>>, RewardError>;
-    let step = rows_per_request.max(1);
-    let ranges: Vec<Range<usize>> =
-        (0..batch.len()).step_by(step).map(|from| from..batch.len().min(from + step)).collect();
+    let ranges = requests(batch, rows_per_request);
     let next = AtomicUsize::new(0);
     let done: Mutex<Vec<(usize, Scored)>> = Mutex::new(Vec::with_capacity(ranges.len()));
     let work = |worker: usize| {
@@ -537,6 +556,29 @@ mod tests {
         }
         let error = crate::build(&["http://***@host/".to_owned()], &RewardOptions::default()).unwrap_err();
         assert!(error.to_string().contains("a secret that is not written to files"), "{error}");
+    }
+
+    #[test]
+    fn a_request_has_whole_groups() {
+        let sizes = |groups: &[u64], most: usize| {
+            let rows: Vec<_> = groups
+                .iter()
+                .enumerate()
+                .flat_map(|(row, &size)| (0..size).map(move |_| row as u64))
+                .map(|row| {
+                    let mut made = crate::testing::Row::new("q", "c", "s");
+                    made.key.row = row;
+                    made
+                })
+                .collect();
+            let batch: Vec<_> = rows.iter().map(crate::testing::Row::input).collect();
+            requests(&batch, most).into_iter().map(|range| range.len()).collect::<Vec<_>>()
+        };
+        assert_eq!(sizes(&[6, 6, 6], 16), [12, 6]);
+        assert_eq!(sizes(&[6, 6, 6], 4), [6, 6, 6]);
+        assert_eq!(sizes(&[3, 3, 20, 1], 8), [6, 20, 1]);
+        assert_eq!(sizes(&[2, 2], 1), [1, 1, 1, 1]);
+        assert_eq!(sizes(&[], 8), Vec::<usize>::new());
     }
 
     #[test]

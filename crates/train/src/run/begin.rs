@@ -20,6 +20,7 @@ use crate::optimizer::AdamW;
 use crate::plan::{Objective, RunPlan, TrainSetup};
 use crate::records::Records;
 use crate::resume::{Resumed, Search, Start};
+use crate::returned::Returned;
 use crate::rounding;
 use crate::rows::{RowSource, SkippedRow};
 use crate::selection::summary;
@@ -58,6 +59,7 @@ impl Loop {
             console: console.clone(),
             place: Place::default(),
             rounding,
+            returned: Returned::default(),
             last_save: Instant::now(),
             model,
             reference,

@@ -1,5 +1,6 @@
 //! Evaluations during a run.
 
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use omnigrpo_guard::{Fault, told};
@@ -51,7 +52,9 @@ impl Loop {
             EvalWhen::Steps(every) => is_due(step, every),
             EvalWhen::Epoch => epoch_done,
         };
-        if due || step == self.length.total { self.evaluate_step(step, summary) } else { Ok(false) }
+        let ranks = &self.algorithm.split.ranks;
+        let asked = ranks.any(self.run.eval.asked.swap(false, Ordering::Relaxed) && ranks.is_first())?;
+        if due || asked || step == self.length.total { self.evaluate_step(step, summary) } else { Ok(false) }
     }
 
     /// Evaluates after a step and returns true if the model is the best so far. If the machine fails, the evaluation stays due

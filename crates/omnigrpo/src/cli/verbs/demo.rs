@@ -78,7 +78,8 @@ fn permuted(run: &Resolved, context: &Context, data: &std::path::Path) -> Result
     let prompts = setup::prompts(&trained, &checkpoint, false)?;
     let specs = DatasetSpec::from_files(&[data.join("eval_permuted.jsonl")], &Roots::default())?;
     let dataset = Arc::new(Dataset::open(&specs, &setup::read_options(&trained))?);
-    let rewards = setup::rewards(&trained, setup::corpus(&trained, &dataset, 0..dataset.len()).as_ref())?;
+    let corpus = setup::corpus(&trained, &dataset, 0..dataset.len());
+    let rewards = setup::rewards(&trained, corpus.as_ref(), Some(&prompts))?;
     let plan = EvalPlan {
         prompts: Arc::new(prompts),
         rows: (0..dataset.len()).collect(),

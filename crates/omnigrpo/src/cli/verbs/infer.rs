@@ -353,7 +353,7 @@ pub fn evaluation(resolved: &Resolved, context: &Context) -> Result<Evaluation> 
     let prompts = setup::prompts(settings, checkpoint, false)?;
     let corpus = setup::corpus(settings, &dataset, 0..dataset.len());
     let corpus = corpus.map(|corpus| corpus.or_kept(model.dir())).transpose()?;
-    let rewards = setup::rewards(settings, corpus.as_ref())?;
+    let rewards = setup::rewards(settings, corpus.as_ref(), Some(&prompts))?;
     keep_media(settings, checkpoint);
     let rows: Vec<u64> = (0..dataset.len()).collect();
     if let Some(problem) =
@@ -361,7 +361,13 @@ pub fn evaluation(resolved: &Resolved, context: &Context) -> Result<Evaluation> 
     {
         return Err(Problem::from(problem).into());
     }
-    omnigrpo_train::checks::probe_rewards(&rewards, &dataset, rows.iter().copied(), &prompts)?;
+    omnigrpo_train::checks::probe_rewards(
+        &rewards,
+        &dataset,
+        rows.iter().copied(),
+        &prompts,
+        sampled(settings).num_generations,
+    )?;
     let plan = EvalPlan {
         prompts: Arc::new(prompts),
         rows,

@@ -47,7 +47,12 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     let dataset = setup::input_rows(settings, input, true)?;
     super::infer::keep_inputs(output, [input.as_path()].into_iter().chain(dataset.files()))?;
     let keep = settings.io.keep;
-    let rewards = setup::rewards(settings, setup::corpus(settings, &dataset, 0..dataset.len()).as_ref())?;
+    let prompts = match &settings.model.name {
+        Some(_) => Some(setup::prompts(settings, &setup::checkpoint(settings)?, false)?),
+        None => None,
+    };
+    let corpus = setup::corpus(settings, &dataset, 0..dataset.len());
+    let rewards = setup::rewards(settings, corpus.as_ref(), prompts.as_ref())?;
     let measures = settings.eval.measures.clone();
     let right = answer_reward(&rewards).map(|(name, best)| (name, measures.accuracy_threshold * best - 1e-9));
     if keep == Some(Keep::Passed) && right.is_none() {
@@ -174,9 +179,8 @@ fn probe(rewards: &RewardSet, dataset: &Dataset) -> Result<()> {
     let Some((sample, completions)) = (0..dataset.len()).find_map(|row| read_row(dataset, row).ok()) else {
         return Ok(());
     };
-    let Some(first) = completions.into_iter().next() else { return Ok(()) };
-    omnigrpo_train::probe(rewards, &sample, first.text, first.ids).map_err(|error| {
-        let help = "the reward had to score one completion before the others; nothing is written";
+    omnigrpo_train::probe(rewards, &sample, &completions).map_err(|error| {
+        let help = "the reward had to score the completions of one row before the others; nothing is written";
         Problem::of(&error).at("--reward_funcs").help(help).into()
     })
 }

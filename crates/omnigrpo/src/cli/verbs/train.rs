@@ -307,13 +307,14 @@ pub fn prepare(
     let dataset = setup::train_data(settings)?;
     let (rows, eval) = held_out(settings, checkpoint, &dataset)?;
     let corpus = setup::corpus(settings, &dataset, rows.iter().copied());
+    let prompts = Arc::new(setup::prompts(settings, checkpoint, true)?);
     let before = room::resident();
     // Only the first rank scores.
     let mut own = settings.clone();
     let digests = (context.ranks.size() > 1).then(SharedDigests::default);
     let weights = &mut own.rewards.scorers.weights;
     (weights.is_outline, weights.digests) = (!context.ranks.is_first(), digests.clone());
-    let rewards = setup::rewards(&own, corpus.as_ref())?;
+    let rewards = setup::rewards(&own, corpus.as_ref(), Some(&prompts))?;
     // A smaller increase of memory cannot come from a model.
     let reward_bytes = Some(room::resident().saturating_sub(before)).filter(|&bytes| bytes > 16 << 20);
     let shuffled = match settings.rewards.temporal_order_bonus {
@@ -323,7 +324,7 @@ pub fn prepare(
     let leaves = output_dir.map_or(Ok(1), |dir| leaves(settings, &context.ranks, dir))?;
     let run = Run {
         model: Policy::Planned(Box::new(setup::model_plan(settings, checkpoint, device))),
-        prompts: Arc::new(setup::prompts(settings, checkpoint, true)?),
+        prompts,
         shuffled,
         dataset,
         rows,
@@ -456,6 +457,8 @@ fn binding(resolved: &Resolved, leaves: usize) -> Map<String, Value> {
             resolved.settings.algorithm.prompts_per_micro_batch.into(),
         );
     }
+    let digests = resolved.settings.rewards.caller_digests.iter();
+    out.extend(digests.map(|(name, digest)| (format!("code of {name}"), digest.as_str().into())));
     if leaves > 1 {
         out.insert(LEAVES.into(), leaves.into());
     }

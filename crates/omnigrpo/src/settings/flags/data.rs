@@ -119,6 +119,15 @@ pub const FLAGS: &[Flag] = &[
         .per_rank(),
     row("audio_folders", Paths(&[',', ':']), at!(data.roots.audios), READS_ROWS).help("Directories that relative audio paths start from.")
         .per_rank(),
+    row("continue_text_prompts", Bool, at!(read.continue_text_prompts), READS_ROWS)
+        .help(
+            "Let the model continue a `prompt` that is a text as it stands, as TRL does, without the chat template. Rewards then get \
+             texts instead of messages. Rows with media or tools keep the template.",
+        )
+        .idle(|s, _| {
+            let system = s.prompts.render.system.is_some().then_some("`system_prompt` makes a conversation of every prompt");
+            system.or_else(|| s.turns.environment.is_some().then_some("`environment` makes a conversation of every prompt"))
+        }),
     row("use_audio_in_video", Bool, at!(read.use_audio_in_video), ROWS).help(
         "Also read the audio track of each video, in rows that do not name a sound. Rows that mention `<audio>` \
          without listing a sound always do this.",

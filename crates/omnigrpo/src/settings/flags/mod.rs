@@ -462,7 +462,7 @@ pub(super) const FAMILY: &[Verb] =
     &[Train, Sft, Generate, Score, Eval, Serve, DataCheck, DataShow, Export, Doctor, Bench];
 /// Verbs that load a model by flag, or only its processor if a model is given.
 pub(super) const MODEL: &[Verb] =
-    &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, Export, Doctor, Bench];
+    &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, Export, Doctor, Bench, RewardsRun];
 /// Verbs that run a model.
 pub(super) const RUNS_MODEL: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve, Export, Demo, Bench];
 /// Verbs that multiply with the weights of a model.

@@ -11,7 +11,9 @@ mod meteor;
 mod rouge;
 
 use crate::AnswerPolicy;
+use crate::answer::{golds, marked};
 use crate::cider::DocumentFrequencies;
+use crate::latex::bare;
 use crate::tags::content;
 
 /// Maximum number of words of a text. Further words are ignored.
@@ -103,7 +105,9 @@ fn is_right(item: &Explained<'_>) -> bool {
         text.trim().to_lowercase().trim_end_matches('.').replace('"', "").trim().to_owned()
     }
     let gold = content(item.solution, "answer", AnswerPolicy::Last).unwrap_or(item.solution);
-    content(item.completion, "answer", AnswerPolicy::Last).is_some_and(|said| answer(said) == answer(gold))
+    let golds = golds(item.solution, AnswerPolicy::Last).unwrap_or_else(|| vec![bare(gold).into_owned()]);
+    marked(item.completion, AnswerPolicy::Last)
+        .is_some_and(|said| golds.iter().any(|gold| answer(&said) == answer(gold)))
 }
 
 /// Removes full stops at the end and a leading "because" or "vì".

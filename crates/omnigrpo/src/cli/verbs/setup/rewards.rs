@@ -6,7 +6,8 @@ use std::sync::Arc;
 use anyhow::Result;
 use omnigrpo_data::Dataset;
 use omnigrpo_guard::{inside, told};
-use omnigrpo_rewards::{Compat, Corpus, RewardSet, spec_files};
+use omnigrpo_models::PromptBuilder;
+use omnigrpo_rewards::{Compat, Corpus, RewardSet, opened_tag, spec_files};
 use omnigrpo_scorers::{RewardModel, ScorerOptions};
 
 use super::hub::named_dir;
@@ -27,8 +28,12 @@ pub fn reward_files(settings: &Settings) -> Vec<PathBuf> {
     files.chain(settings.rewards.judge_prompt.clone()).collect()
 }
 
-/// Builds the rewards.
-pub fn rewards(settings: &Settings, corpus: Option<&Corpus>) -> Result<RewardSet> {
+/// Builds the rewards. `prompts` tells `format` which tag the chat template opens.
+pub fn rewards(
+    settings: &Settings,
+    corpus: Option<&Corpus>,
+    prompts: Option<&PromptBuilder>,
+) -> Result<RewardSet> {
     let asked = &settings.rewards;
     let wants = |name: &str| !settings.lacks_reward(name);
     let mut options = asked.options.clone();
@@ -36,6 +41,9 @@ pub fn rewards(settings: &Settings, corpus: Option<&Corpus>) -> Result<RewardSet
     options.external.system = settings.prompts.render.system.clone();
     if let Some(path) = &asked.judge_prompt {
         options.external.judge_template = judge_prompt(path)?;
+    }
+    if let Some(prompts) = prompts.filter(|_| wants("format")) {
+        options.opened = opened_tag(&prompts.rendered_question()?).to_owned();
     }
     options.cider = corpus.map(|corpus| Arc::clone(&corpus.frequencies));
     let dir = |flag: &str, wanted: bool, name: &Option<PathBuf>| {
@@ -106,5 +114,5 @@ pub fn text_rewards(settings: &Settings, dataset: &Dataset) -> Result<Option<Rew
     if asked.funcs.is_empty() {
         return Ok(None);
     }
-    rewards(&textual, corpus(&textual, dataset, 0..dataset.len()).as_ref()).map(Some)
+    rewards(&textual, corpus(&textual, dataset, 0..dataset.len()).as_ref(), None).map(Some)
 }

@@ -17,6 +17,8 @@ pub fn read_options(settings: &Settings) -> ReadOptions {
     ReadOptions {
         fetch: fetch_media(settings),
         cache_dir: Some(settings.env.cache_dir.clone()),
+        // A system turn and tools need a template.
+        continue_text_prompts: settings.continues_text_prompts(),
         ..settings.read.clone()
     }
 }
