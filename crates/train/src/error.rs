@@ -8,8 +8,8 @@ use omnigrpo_guard::{Fault, Setting, fault};
 use omnigrpo_models::{LoadOptions, LoraConfig, PromptSettings};
 
 use crate::{
-    AdamWConfig, EvalSchedule, ResumeFrom, ResumePlan, RunPlan, SavePlan, Selection, SkipPolicy, Split,
-    TrainSetup,
+    AdamWConfig, Algorithm, EvalSchedule, ResumeFrom, ResumePlan, RunPlan, SavePlan, Selection, SkipPolicy,
+    Split, TrainSetup,
 };
 
 omnigrpo_guard::settings! {
@@ -27,6 +27,7 @@ omnigrpo_guard::settings! {
     struct Selection { GATE = gate, LLM = llm, PATTERNS = patterns, PROJECTOR = projector, TOWERS = towers }
     struct SkipPolicy { MAX_SHARE = max_share, STRICT = strict }
     struct Split { LEAVES = leaves }
+    struct Algorithm { LENGTH_BONUS = length_bonus }
     struct TrainSetup { EVAL = eval, LOCK = lock, REWARDS = rewards, ORDER_BONUS = shuffled }
 }
 
