@@ -18,7 +18,7 @@ use serde_json::Value as Json;
 use super::draft::{Draft, one_line};
 use crate::settings::layer::{Entry, Layer, is_secret};
 use crate::settings::values::Raw;
-use crate::settings::{Environment, Given, Origin, Problem, Value, Verb, find, foreign};
+use crate::settings::{Environment, Given, Kind, Origin, Problem, Value, Verb, find, foreign};
 use launch::Launch;
 use python::{Argument, Call, Script};
 use systems::{
@@ -258,11 +258,13 @@ fn entries_of(words: &[String]) -> Vec<Entry> {
         }
     }
     for entry in &mut entries {
-        // A bare flag is a switch.
-        if let Some(Raw::Arguments(words)) = &mut entry.raw
-            && words.is_empty()
-        {
-            words.push("true".to_owned());
+        // A bare flag is a switch. A variable without a value leaves another flag bare.
+        let is_switch =
+            find(&entry.name).is_none_or(|flag| matches!(flag.kind, Kind::Bool | Kind::Switch(_)));
+        match &mut entry.raw {
+            Some(Raw::Arguments(words)) if words.is_empty() && is_switch => words.push("true".to_owned()),
+            Some(Raw::Arguments(words)) if words.is_empty() => entry.raw = None,
+            _ => {}
         }
     }
     entries
@@ -423,6 +425,9 @@ fn of_config(call: &Call, changes: &mut Vec<String>) -> Vec<Entry> {
     for (name, argument) in &call.named {
         match argument {
             Argument::Words(words) => own.push(of_argument(call, name, words)),
+            // A setting without effect here needs no value.
+            Argument::Source(_)
+                if matches!(foreign::fate(name, "x", |_| None), Some(foreign::Fate::Dropped(_))) => {}
             Argument::Source(source) => changes.push(unread(call, name, source)),
         }
     }
@@ -700,11 +705,8 @@ impl Translated {
     /// Leaves out defaults that a run would not use.
     fn leave_out_idle_defaults(&mut self) {
         let Ok(resolved) = self.draft.resolve(Environment::default()) else { return };
-        for &name in &self.defaults {
-            let used = resolved.values.lookup(name).map(|(value, _)| value);
-            if used != self.draft.value(name) {
-                self.draft.take(name);
-            }
+        for (name, _) in resolved.idle.iter().filter(|(name, _)| self.defaults.contains(name)) {
+            self.draft.take(name);
         }
     }
 
