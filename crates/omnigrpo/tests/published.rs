@@ -9,7 +9,7 @@ mod support;
 use std::fs;
 use std::path::Path;
 
-use published::{ACTIONS, ADAPTERS, INTERNVL, NO_THINK, R1_OMNI};
+use published::{ACTIONS, ADAPTERS, INTERNVL, NO_THINK, R1_OMNI, R1_V, VIDEO_R1, VLM_R1, VLM_R1_GUI};
 use serde_json::{Value, json};
 use support::{Place, golden};
 
@@ -197,4 +197,70 @@ fn vlm_r1_with_adapters_on_qwen2_5_vl() {
     vivqa(&place);
     let numbers = Numbers { prompts: 2, generations: 3, length: 2048 };
     one_step(&place, "vivqa-x", ADAPTERS, &numbers);
+}
+
+/// Pasted lines of other sources train two steps, with short completions.
+fn two_steps(place: &Place, preset: &str, line: &str, more: &str) -> Vec<Value> {
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let value = |name: &str| words.iter().position(|word| *word == name).map(|at| words[at + 1]);
+    let mut line = line.replace(value("--model_name_or_path").unwrap(), "model");
+    for (name, own) in [("--max_completion_length", "8"), ("--max_steps", "2")] {
+        line = match value(name) {
+            Some(value) => line.replace(&format!("{name} {value}"), &format!("{name} {own}")),
+            None => format!("{line} {name} {own}"),
+        };
+    }
+    let ran = place.run(&format!("train --preset {preset} {line} {more} --threads 2")).ok();
+    let steps: Vec<Value> = place.lines(&format!("{}/metrics.jsonl", value("--output_dir").unwrap()));
+    let steps: Vec<Value> = steps.into_iter().filter(|row| row["step_time"].is_number()).collect();
+    assert_eq!(steps.len(), 2, "{}", ran.stderr);
+    for step in &steps {
+        assert!(step["loss"].as_f64().unwrap().is_finite(), "{step}");
+    }
+    steps
+}
+
+#[test]
+fn r1_v_and_vlm_r1_as_they_stand() {
+    let place = place("qwen2_vl_tied");
+    two_steps(&place, "r1-v", R1_V, "");
+    let place = self::place("qwen2_5_vl_tied");
+    let box_row = json!({"image": "shapes.png", "solution": [4, 4, 20, 20], "conversations": [
+        {"from": "human", "value": "<image>Where is the square?"}, {"from": "gpt", "value": "[4, 4, 20, 20]"},
+    ]});
+    place.write("rows.jsonl", format!("{box_row}\n").repeat(3));
+    let steps = two_steps(&place, "vlm-r1", VLM_R1, "");
+    assert!(steps[0]["rewards/accuracy/mean"].is_number(), "{}", steps[0]);
+}
+
+/// Alone, the line says that the processes of the launcher are missing.
+#[test]
+fn vlm_r1_gui_needs_its_processes() {
+    let place = place("qwen2_5_vl_tied");
+    let row = json!({"image": "shapes.png", "conversations": [
+        {"from": "human", "value": "<image>What is it?"}, {"from": "gpt", "value": "a square"},
+    ]});
+    place.write("rows.jsonl", format!("{row}\n").repeat(3));
+    let alone = VLM_R1_GUI.replace("Qwen/Qwen2.5-VL-3B-Instruct", "model");
+    place.run(&format!("train --preset vlm-r1 {alone}")).fails(
+        2,
+        &["do not form complete groups", "4 completions, `num_generations` 8", "give `--nproc_per_node 8`"],
+    );
+    two_steps(&place, "vlm-r1", VLM_R1_GUI, "--nproc_per_node 2 --threads 1");
+}
+
+#[test]
+fn video_r1_as_it_stands() {
+    let place = place("qwen2_5_vl_tied");
+    let row = json!({"video": "clip.gif", "problem": "Which way?", "solution": "<answer>right</answer>"});
+    place.write("rows.jsonl", format!("{row}\n").repeat(3));
+    let steps = two_steps(&place, "r1-v", VIDEO_R1, "");
+    for name in ["rewards/temporal_order/mean", "rewards/length_control/mean"] {
+        assert!(steps[1][name].is_number(), "{name} of {}", steps[1]);
+    }
+    // Without a reward that checks answers, no answer is known to be right.
+    let line = VIDEO_R1.replace("Qwen/Qwen2.5-VL-7B-Instruct", "model").replace("--temporal true", "");
+    place
+        .run(&format!("train --preset r1-v {line} --reward_funcs format"))
+        .fails(2, &["no answer is known to be right", "--length_bonus"]);
 }

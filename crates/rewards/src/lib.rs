@@ -33,6 +33,7 @@ mod tags;
 mod temporal;
 #[cfg(test)]
 mod testing;
+mod think;
 mod weighted_sum;
 mod yes_no;
 mod zoomed;
@@ -51,4 +52,4 @@ pub use omnigrpo_data::Think;
 pub use options::{AccuracyMode, AnswerPolicy, Compat, FormatMode, RewardOptions};
 pub use table::{RewardRow, build, build_with, table};
 pub use tags::opened_tag;
-pub use temporal::temporal_order_bonus;
+pub use temporal::{length_bonus, temporal_order_bonus};

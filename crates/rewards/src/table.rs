@@ -5,7 +5,7 @@ use omnigrpo_guard::names::shown;
 use crate::error::{ACCURACY_MODE, FORMAT_MODE, suggestion};
 use crate::{
     AccuracyMode, Reward, RewardError, RewardOptions, RewardSet, accuracy, cider, external, format, length,
-    overlong, random, redacted, repetition, zoomed,
+    overlong, random, redacted, repetition, think, zoomed,
 };
 
 /// One built-in reward.
@@ -42,6 +42,12 @@ static TABLE: &[RewardRow] = &[
         doc: || format!("presence of the requested tags, by {FORMAT_MODE}; 0..1 (tags3 0..3)"),
         source: "R1-V, qwen-vl-finetune, ViVQA-X",
         make: format::reward,
+    },
+    RewardRow {
+        name: "think_format",
+        doc: || "one block of thinking at the start, whatever follows; 0 or 1".into(),
+        source: "TRL",
+        make: think::reward,
     },
     RewardRow {
         name: "random",

@@ -22,6 +22,17 @@ pub fn temporal_order_bonus(ordered_accuracy: &[f64], shuffled_accuracy: &[f64])
         .collect()
 }
 
+/// Returns one bonus per completion of a group, in Video-R1's control of lengths: 0.2 for each completion with accuracy above 0.1 and
+/// 320 to 512 tokens, if at least two completions of the group have such an accuracy.
+pub fn length_bonus(accuracy: &[f64], num_tokens: &[usize]) -> Vec<f64> {
+    const BONUS: f64 = 0.2;
+    let is_right = |accuracy: &f64| *accuracy > RIGHT_ABOVE;
+    let several = accuracy.iter().filter(|&accuracy| is_right(accuracy)).count() > 1;
+    let earns =
+        |(accuracy, tokens): (&f64, &usize)| several && is_right(accuracy) && (320..=512).contains(tokens);
+    accuracy.iter().zip(num_tokens).map(|pair| if earns(pair) { BONUS } else { 0.0 }).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -37,5 +48,16 @@ mod tests {
         // No completion is correct on either side: the condition holds, but there is no completion to reward.
         assert_eq!(temporal_order_bonus(&[0.0, 0.1], &[0.0]), vec![0.0, 0.0]);
         assert_eq!(temporal_order_bonus(&[1.0], &[]), vec![0.0]);
+    }
+
+    /// The values are those of lines 633 to 655 of `grpo_trainer.py` of Video-R1.
+    #[test]
+    fn right_answers_of_middle_length_earn_the_bonus() {
+        let lengths = [319, 320, 512, 513];
+        assert_eq!(length_bonus(&[1.0; 4], &lengths), vec![0.0, 0.2, 0.2, 0.0]);
+        assert_eq!(length_bonus(&[0.0, 0.11, 0.1, 1.0], &lengths), vec![0.0, 0.2, 0.0, 0.0]);
+        // One right answer earns nothing.
+        assert_eq!(length_bonus(&[0.0, 1.0, 0.1, 0.0], &lengths), vec![0.0; 4]);
+        assert_eq!(length_bonus(&[], &[]), Vec::<f64>::new());
     }
 }

@@ -15,7 +15,8 @@ use crate::{
 omnigrpo_guard::settings! {
     struct AdamWConfig { LEARNING_RATE = learning_rate, MAX_GRAD_NORM = max_grad_norm, OFFLOAD = offload }
     struct Algorithm {
-        MICRO_BATCH = prompts_per_micro_batch, RECOMPUTE = recompute, STREAM_ROWS = max_stream_tokens
+        LENGTH_BONUS = length_bonus, MICRO_BATCH = prompts_per_micro_batch, RECOMPUTE = recompute,
+        STREAM_ROWS = max_stream_tokens
     }
     struct ColumnNames { IMAGE = image, SOLUTION = solution }
     struct LoadOptions { DEVICE = device, DTYPE = dtype, QUANTIZATION = quantization }

@@ -19,7 +19,7 @@ use serde_json::{Map, Value};
 
 use crate::alike;
 use crate::checks::{self, LONGEST};
-use crate::error::{ORDER_BONUS, REWARDS, Refusal, Result};
+use crate::error::{LENGTH_BONUS, ORDER_BONUS, REWARDS, Refusal, Result};
 use crate::evaluate::EvalPlan;
 use crate::exchange::Shard;
 use crate::forecast::{StepTime, step_time};
@@ -251,8 +251,16 @@ impl Run {
 
     /// Checks that a reward can tell whether an answer depends on the order of frames.
     fn check_shuffled(&self) -> Result<()> {
-        if self.shuffled.is_none() || answer_reward(&self.rewards).is_some() {
+        let length_bonus = self.algorithm.length_bonus;
+        if self.shuffled.is_none() && !length_bonus || answer_reward(&self.rewards).is_some() {
             return Ok(());
+        }
+        if length_bonus {
+            return Err(Refusal::usage("no reward compares answers, so no answer is known to be right")
+                .at(LENGTH_BONUS)
+                .got(format!("the rewards {}", self.rewards.names().join(" ")))
+                .expected(format!("`accuracy` or one of its rules in {REWARDS}"))
+                .into());
         }
         Err(Refusal::usage("no reward compares answers, so no answer can depend on the order of frames")
             .at(ORDER_BONUS)

@@ -92,6 +92,8 @@ pub struct Algorithm {
     pub seed: u64,
     /// Maximum number of times that groups with equal rewards are replaced by new ones; 0 keeps them.
     pub max_resample_times: usize,
+    /// True if right answers of middle length earn a bonus ([`omnigrpo_rewards::length_bonus`]).
+    pub length_bonus: bool,
     /// True to return the numbers of each token with the outcome of an update.
     pub token_stats: bool,
     /// Division of a step over ranks.
@@ -125,6 +127,7 @@ impl Algorithm {
             prompts_per_micro_batch: 1,
             seed,
             max_resample_times: 0,
+            length_bonus: false,
             token_stats: false,
             split: Split::default(),
         }
@@ -373,6 +376,9 @@ impl Collector<'_> {
             timed(timer, "shuffled_rollout", || {
                 temporal::add_order_bonus(self, shuffled, &rows, rollout, &mut matrix)
             })?;
+        }
+        if algorithm.length_bonus {
+            temporal::add_length_bonus(rewards, &completions, &mut matrix)?;
         }
         for ((row, features), added) in rows.iter_mut().zip(&mut features).zip(media) {
             let (media, own): (Vec<_>, Vec<_>) = added.into_iter().unzip();

@@ -5,10 +5,10 @@
 use omnigrpo_data::MediumKind;
 use omnigrpo_guard::{WAITS, retried};
 use omnigrpo_models::PromptBuilder;
-use omnigrpo_rewards::{RewardMatrix, answer_reward, temporal_order_bonus};
+use omnigrpo_rewards::{RewardMatrix, RewardSet, answer_reward, length_bonus, temporal_order_bonus};
 use omnigrpo_rollout::{Completion, GenerateOptions, Generator};
 
-use crate::error::{ORDER_BONUS, Result, TrainError};
+use crate::error::{LENGTH_BONUS, ORDER_BONUS, Result, TrainError};
 use crate::features::encode_plain;
 use crate::rows::{PreparedRow, requests};
 use crate::scoring;
@@ -69,6 +69,34 @@ pub fn add_order_bonus(
         }
     }
     matrix.add(NAME, bonus);
+    Ok(())
+}
+
+/// Adds Video-R1's bonus for right answers of middle length. Groups to which the accuracy does not apply get none.
+pub fn add_length_bonus(
+    rewards: &RewardSet,
+    completions: &[Vec<Completion>],
+    matrix: &mut RewardMatrix,
+) -> Result<()> {
+    let Some((name, best)) = answer_reward(rewards) else {
+        return Err(TrainError::setting(
+            LENGTH_BONUS,
+            "given",
+            "no reward of the run checks answers, so no answer is known to be right; add `accuracy`".into(),
+        ));
+    };
+    let Some(accuracy) = matrix.names.iter().position(|n| n == name) else { return Ok(()) };
+    let mut accuracy = matrix.values[accuracy].iter();
+    let mut bonus = Vec::new();
+    for group in completions {
+        let own: Vec<Option<f64>> = accuracy.by_ref().take(group.len()).copied().collect();
+        let lengths: Vec<usize> = group.iter().map(|completion| completion.ids.len()).collect();
+        match own.iter().map(|value| value.map(|value| value / best)).collect::<Option<Vec<f64>>>() {
+            Some(own) => bonus.extend(length_bonus(&own, &lengths).into_iter().map(Some)),
+            None => bonus.extend(own.iter().map(|_| None)),
+        }
+    }
+    matrix.add("length_control", bonus);
     Ok(())
 }
 

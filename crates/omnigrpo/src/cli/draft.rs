@@ -55,6 +55,11 @@ impl Draft {
         Some((value, comments))
     }
 
+    /// Returns the value of a setting.
+    pub fn value(&self, name: &str) -> Option<&Value> {
+        self.0.iter().find(|line| line.name == name).map(|line| &line.value)
+    }
+
     /// Returns true if the setting has a value.
     pub fn has(&self, name: &str) -> bool {
         self.0.iter().any(|line| line.name == name)
@@ -76,14 +81,17 @@ impl Draft {
         resolve(Verb::Train, layer, environment)
     }
 
-    /// Removes settings that `train` does not accept together with the others. Returns the reasons.
-    pub fn settle(&mut self) -> Vec<String> {
+    /// Removes settings that `train` does not accept together with the others. Returns the reasons, each with the setting that it
+    /// is about.
+    pub fn settle(&mut self) -> Vec<(Option<&'static str>, String)> {
         let mut reasons = Vec::new();
         while let Err(problem) = self.resolve(Environment::default()) {
-            let line =
-                |one: &Problem| one.place()?.strip_prefix("line ")?.strip_suffix(OF_DRAFT)?.parse().ok();
+            let line = |one: &Problem| -> Option<usize> {
+                one.place()?.strip_prefix("line ")?.strip_suffix(OF_DRAFT)?.parse().ok()
+            };
+            let name = |line: usize| self.0.get(line.checked_sub(1)?).map(|line| line.name);
             let wrong: Vec<usize> = problem.each().filter_map(line).collect();
-            reasons.extend(problem.each().map(Problem::in_one_line));
+            reasons.extend(problem.each().map(|one| (line(one).and_then(name), one.in_one_line())));
             let before = self.0.len();
             let mut line = 0;
             self.0.retain(|_| {

@@ -28,6 +28,8 @@ pub struct Layer {
     pub given: Vec<Given>,
     /// Settings of other trainers that have no effect here, as written, each with the reason.
     pub dropped: Vec<(String, String)>,
+    /// Settings of another trainer that change training there and are left out here, as written, each with the reason.
+    pub changing: Vec<(String, String)>,
     /// Mistakes found while reading the source.
     pub problems: Vec<Problem>,
     /// Settings that a setting of another trainer became, each with that setting as written.
@@ -62,6 +64,7 @@ impl Layer {
         // Settings implied by other settings. They are added after all entries are read, when it is known which settings are
         // given directly.
         let mut becoming = Vec::new();
+        let mut defaults = Vec::new();
         let texts: Vec<(String, String)> =
             entries.iter().map(|entry| (entry.name.replace('-', "_"), entry.text())).collect();
         let others = |name: &str| {
@@ -74,30 +77,50 @@ impl Layer {
             // Messages are written to logs, so they must not contain secrets.
             let value = if is_secret(&shown) { "…".to_owned() } else { omnigrpo_rewards::redacted(&text) };
             let value = value.as_str();
+            // A default of another trainer gives way to what the user gives, without a word.
+            let is_default = matches!(entry.origin, Origin::Preset(_));
             match foreign::fate(&entry.name, &text, others) {
-                Some(Fate::Becomes(name, value)) => becoming.push((false, name, value, entry)),
-                Some(Fate::BecomesAll(settings)) => {
+                Some(Fate::Becomes(name, value)) => becoming.push((is_default, name, value, entry)),
+                Some(fate @ (Fate::BecomesAll(_) | Fate::Partly(..))) => {
+                    let settings = match fate {
+                        Fate::Partly(settings, why) => {
+                            layer.changing.push((format!("{shown} {value}"), why.into()));
+                            settings
+                        }
+                        Fate::BecomesAll(settings) => settings,
+                        _ => Vec::new(),
+                    };
                     becoming.extend(
                         settings
                             .into_iter()
                             .enumerate()
-                            .map(|(at, (name, value))| (at > 0, name, value, entry.clone())),
+                            .map(|(at, (name, value))| (at > 0 || is_default, name, value, entry.clone())),
                     );
                 }
+                Some(Fate::Dropped(_)) if is_default => {}
+                Some(Fate::Lost(why)) => layer.changing.push((format!("{shown} {value}"), why.into())),
                 Some(Fate::Dropped(why)) => layer.dropped.push((format!("{shown} {value}"), why.into())),
                 Some(Fate::Refused(advice)) => layer.problem(
                     &entry.origin,
                     Problem::usage(format!("`{shown}` is unsupported")).got(value).help(advice),
                 ),
+                Some(Fate::Own | Fate::Depends(..)) | None if is_default => defaults.push(entry),
                 Some(Fate::Own | Fate::Depends(..)) | None => match layer.setting(&entry, verb) {
                     Ok(given) => layer.given.push(given),
                     Err(problem) => layer.problem(&entry.origin, problem),
                 },
             }
         }
-        // Implied settings come last.
-        becoming.sort_by_key(|(implied, ..)| *implied);
+        // Implied settings come last, and among them the defaults.
+        becoming.sort_by_key(|(implied, _, _, entry)| (*implied, matches!(entry.origin, Origin::Preset(_))));
         layer.add(becoming, verb);
+        for entry in defaults {
+            let is_given = flags::find(&entry.name)
+                .is_some_and(|flag| layer.given.iter().any(|given| given.flag.name == flag.name));
+            if !is_given && let Ok(given) = layer.setting(&entry, verb) {
+                layer.given.push(given);
+            }
+        }
         layer
     }
 
@@ -125,6 +148,9 @@ impl Layer {
                 let raw = Raw::Arguments(vec![value.clone()]);
                 let own = Given::read(rival.flag, &raw, entry.origin.clone());
                 if rival.flag.name == name && own.is_ok_and(|own| own.value == rival.value) {
+                    continue;
+                }
+                if matches!(entry.origin, Origin::Preset(_)) {
                     continue;
                 }
                 let why = format!("`{}` is given", rival.flag.name);
@@ -168,7 +194,12 @@ impl Layer {
                 .expected("each setting only once, under one of its names"));
         }
         match &entry.raw {
-            Some(raw) => Given::read(flag, raw, entry.origin.clone()),
+            Some(raw) => Given::read(flag, raw, entry.origin.clone()).map(|mut given| {
+                if let ("reward_funcs", Value::Texts(specs)) = (flag.name, &mut given.value) {
+                    specs.iter_mut().for_each(|spec| *spec = foreign::reward(spec).to_owned());
+                }
+                given
+            }),
             None => Err(Problem::usage(format!("`{}` has no value", flag.name))
                 .expected(explain::expected(&flag.kind))
                 .help("leave it out to use the default")),
@@ -180,6 +211,10 @@ impl Entry {
     /// Returns the words of the value, separated by spaces. A mapping is JSON.
     pub(crate) fn text(&self) -> String {
         match &self.raw {
+            // A name of a file may have spaces.
+            Some(Raw::Arguments(words) | Raw::Items(words)) if foreign::is_list(&self.name) => {
+                words.join(",")
+            }
             Some(Raw::Arguments(words) | Raw::Items(words)) => words.join(" "),
             Some(Raw::Object(map)) => Json::Object(map.clone()).to_string(),
             None => String::new(),

@@ -43,8 +43,12 @@ pub use explain::{command, print_config};
 pub use flags::{Fallback, Flag, Idle, Kind, Names, Place, Section, Verb, all, find};
 pub use layer::Layer;
 pub use names::{AllowUrls, BatchUnit, Bf16Products, HubStrategy, QuantizedActivations, Tracker};
+#[cfg(feature = "cli")]
+pub use presets::settings as preset;
 pub use problem::Problem;
 pub use resolve::resolve;
+#[cfg(feature = "cli")]
+pub use rules::is_reward;
 pub use rules::needs;
 pub use run::{
     Backend, Batch, Bench, CallerEnvironment, CallerRewards, DeviceChoice, Io, Keep, Log, ModelSource, Push,

@@ -107,6 +107,12 @@ pub fn layer(name: &str, verb: Verb) -> Layer {
     layer
 }
 
+/// Returns the settings of a preset for a verb.
+#[cfg(feature = "cli")]
+pub fn settings(name: &str, verb: Verb) -> Vec<Given> {
+    layer(name, verb).given
+}
+
 /// Removes the sampling settings of a training run from a file, and returns a note about them. Evaluation and generation have
 /// their own defaults, which are also those of an evaluation during training.
 pub fn of_evaluation(file: &mut Layer, verb: Verb) -> Option<String> {

@@ -36,10 +36,13 @@ pub fn resolve(verb: Verb, given: Layer, env: Environment) -> Result<Resolved, P
     this.fill_recipe(&settings);
     let idle = this.leave_out_idle(&settings);
     let settings = Settings::from_values(&this.values, env)?;
-    let Resolution { mut values, mut problems, dropped, mut notes, .. } = this;
+    let Resolution { mut values, mut problems, dropped, changing, mut notes, .. } = this;
     problems.extend(rules::check(verb, &settings));
     Problem::all(problems)?;
     fold_weights(&mut values, &settings.rewards.options.weights, verb);
+    for (written, why) in changing {
+        notes.push(format!("{written} changes training there, and has no counterpart here: {why}"));
+    }
     if !dropped.is_empty() {
         notes.push(without_counterpart(&dropped));
     }
@@ -62,6 +65,8 @@ struct Resolution {
     problems: Vec<Problem>,
     /// Settings of other trainers without effect, each with the reason.
     dropped: Vec<(String, String)>,
+    /// Settings of other trainers that change training there and have no counterpart, each with the reason.
+    changing: Vec<(String, String)>,
     notes: Vec<String>,
 }
 
@@ -78,11 +83,12 @@ impl Resolution {
             values.fill("exp_name", Value::Text(name), Origin::Environment("EXP_NAME"));
         }
         let (defaults, of_preset) = (values.clone(), values.clone());
-        let (problems, dropped) = (Vec::new(), Vec::new());
-        let mut this = Self { verb, values, defaults, of_preset, problems, dropped, notes };
+        let (problems, dropped, changing) = (Vec::new(), Vec::new(), Vec::new());
+        let mut this = Self { verb, values, defaults, of_preset, problems, dropped, changing, notes };
         for layer in [preset, file, given] {
             this.problems.extend(layer.problems);
             this.dropped.extend(layer.dropped);
+            this.changing.extend(layer.changing);
             // A file or preset describes a complete run; a verb uses only the settings that it takes.
             for given in layer.given.into_iter().filter(|given| given.flag.is_of(verb)) {
                 if matches!(given.origin, Origin::Preset(_)) {

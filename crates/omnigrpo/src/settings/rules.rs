@@ -339,6 +339,12 @@ fn crossed([low, high]: [&str; 2], min: Option<u64>, max: Option<u64>) -> Vec<Pr
     })
 }
 
+/// Returns true if a reward is known by name, or names a program, a function of a file, an address or a reward model.
+#[cfg(feature = "cli")]
+pub fn is_reward(spec: &str) -> bool {
+    unknown_rewards(&[spec.to_owned()]).is_empty()
+}
+
 /// Reports unknown names of rewards. Programs and addresses, which contain a colon, are checked when they are called.
 fn unknown_rewards(specs: &[String]) -> Vec<Problem> {
     let scorers = omnigrpo_scorers::table();

@@ -136,6 +136,8 @@ pub struct Io {
     pub log_file: Option<PathBuf>,
     /// Script that `translate` reads.
     pub script: Option<PathBuf>,
+    /// True if `translate` fails when a setting that changes training has no counterpart.
+    pub strict: bool,
     pub deepspeed: Option<PathBuf>,
 }
 
@@ -575,14 +577,26 @@ impl Settings {
                 if each == 0 || !(per_device * accumulation * processes).is_multiple_of(each) =>
             {
                 let over = if processes > 1 { format!(" × {processes} processes") } else { String::new() };
-                return Err(Problem::usage("the completions of a step do not form complete groups")
+                let all = per_device * accumulation * processes;
+                let whole = "`--batch_unit prompts` counts prompts, which always form complete groups";
+                let problem = Problem::usage("the completions of a step do not form complete groups")
                     .got(format!(
                         "`per_device_train_batch_size` {per_device} × `gradient_accumulation_steps` {accumulation}{over}: \
-                         {} completions, `num_generations` {each}",
-                        per_device * accumulation * processes
+                         {all} completions, `num_generations` {each}"
                     ))
-                    .expected("a multiple of `num_generations`")
-                    .help("`--batch_unit prompts` counts prompts, which always form complete groups"));
+                    .expected("a multiple of `num_generations`");
+                // The fewest processes whose batches form groups. A launcher starts 8 on a machine with 8 GPUs.
+                let fewest = (2..=each).find(|more| (all * more).is_multiple_of(each));
+                return Err(match fewest.filter(|_| processes == 1) {
+                    Some(fewest) => {
+                        let usual = if 8 % fewest == 0 { 8 } else { fewest };
+                        problem.help(format!(
+                            "is the line from a script for a launcher, such as `torchrun --nproc_per_node {usual}`? Each process has this \
+                             batch there, and only {fewest}, or a multiple, form complete groups: give `--nproc_per_node {usual}`. {whole}"
+                        ))
+                    }
+                    None => problem.help(whole),
+                });
             }
             BatchUnit::Completions => {
                 let prompts = per_device * accumulation * processes / each;

@@ -141,6 +141,38 @@ pub const ADAPTERS: &str = "--use_vllm False --output_dir checkpoints/rl/Qwen2.5
     --deepspeed local_scripts/zero2.json --learning_rate 1e-5 --use_peft true --lora_r 64 --lora_alpha 128 \
     --lora_dropout 0.05 --lora_task_type CAUSAL_LM --freeze_vision_modules true";
 
+/// R1-V's launch script.
+pub const R1_V: &str = "--output_dir runs/clevr --model_name_or_path Qwen/Qwen2-VL-2B-Instruct --dataset_name rows.jsonl \
+    --max_prompt_length 1024 --per_device_train_batch_size 1 --gradient_accumulation_steps 2 --logging_steps 1 --bf16 \
+    --report_to wandb --gradient_checkpointing false --attn_implementation flash_attention_2 --max_pixels 401408 \
+    --num_train_epochs 2 --run_name Qwen2-VL-2B-GRPO-CLEVR-70k --save_steps 100 --save_only_model true";
+
+/// VLM-R1's script for referring expressions.
+pub const VLM_R1: &str = "--use_vllm False --output_dir checkpoints/rl/Qwen2.5-VL-3B-Instruct-rec --resume_from_checkpoint True \
+    --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --data_file_paths rows.jsonl --image_folders . \
+    --is_reward_customized_from_vlm_module True --task_type rec --per_device_train_batch_size 8 \
+    --gradient_accumulation_steps 2 --gradient_checkpointing true --logging_steps 1 --num_train_epochs 2 --bf16 \
+    --attn_implementation flash_attention_2 --run_name Qwen2.5-VL-3B-Instruct-rec --data_seed 42 --save_steps 100 \
+    --num_generations 8 --max_completion_length 2048 --reward_funcs accuracy format --beta 0.04 --report_to wandb \
+    --dataset-name this_is_not_used --deepspeed local_scripts/zero3.json";
+
+/// VLM-R1's script for screens, whose batch forms groups only with several processes.
+pub const VLM_R1_GUI: &str = "--use_vllm False --output_dir checkpoints/rl/GUI-multi-image --resume_from_checkpoint True \
+    --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --data_file_paths rows.jsonl --image_folders . \
+    --is_reward_customized_from_vlm_module False --reward_method all_match --task_type gui \
+    --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --gradient_checkpointing true --logging_steps 1 \
+    --num_train_epochs 2 --max_steps 1200 --bf16 --attn_implementation flash_attention_2 --run_name GUI-multi-image \
+    --save_steps 400 --num_generations 8 --max_completion_length 2048 --reward_funcs accuracy format --beta 0.04 \
+    --report_to wandb --dataset-name not_used --deepspeed local_scripts/zero3.json";
+
+/// Video-R1's script.
+pub const VIDEO_R1: &str = "--output_dir ./log/Qwen2.5-VL-7B-GRPO --model_name_or_path Qwen/Qwen2.5-VL-7B-Instruct \
+    --dataset_name rows.jsonl --deepspeed local_scripts/zero3.json --max_prompt_length 16384 --max_completion_length 768 \
+    --per_device_train_batch_size 1 --gradient_accumulation_steps 1 --learning_rate 1e-6 --lr_scheduler_type cosine \
+    --weight_decay 0.01 --bf16 --logging_steps 1 --gradient_checkpointing true --temporal true --len_control true \
+    --attn_implementation flash_attention_2 --max_pixels 401408 --num_train_epochs 1 --run_name Video-R1 --save_steps 100 \
+    --beta 0.04 --max_grad_norm 5 --save_only_model false --num_generations 8";
+
 /// ms-swift's script for a 7B model with vLLM.
 pub const SWIFT: &str = "--rlhf_type grpo --model Qwen/Qwen2.5-VL-7B-Instruct --train_type lora --dataset rows.jsonl \
     --use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.5 --vllm_tensor_parallel_size 4 \

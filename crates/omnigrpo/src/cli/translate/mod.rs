@@ -4,11 +4,13 @@
 //! [`crate::settings::foreign`], as on the command line. The result names for each setting what it comes from, and what is different
 //! here. Settings without a counterpart follow in comments with the reason.
 
+mod launch;
 mod python;
 mod shell;
+mod systems;
 
 use std::cell::LazyCell;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::path::Path;
 
 use serde_json::Value as Json;
@@ -16,104 +18,39 @@ use serde_json::Value as Json;
 use super::draft::{Draft, one_line};
 use crate::settings::layer::{Entry, Layer, is_secret};
 use crate::settings::values::Raw;
-use crate::settings::{Environment, Given, Origin, Problem, Value, Verb, find, foreign};
+use crate::settings::{Environment, Given, Kind, Origin, Problem, Value, Verb, find, foreign};
+use launch::Launch;
 use python::{Argument, Call, Script};
-
-/// A trainer whose scripts are read.
-#[derive(Debug)]
-struct System {
-    name: &'static str,
-    /// Preset with its defaults; empty if there is none.
-    preset: &'static str,
-    /// Defaults that differ from the preset or from this program.
-    defaults: &'static [(&'static str, &'static str)],
-    /// Environment variables that it reads as settings, with the name of the setting.
-    variables: &'static [(&'static str, &'static str)],
-    /// True if `per_device_train_batch_size` counts for each of its processes.
-    per_process: bool,
-}
+use systems::{
+    Counts, EASY_R1, MS_SWIFT, QWEN_VIDEO, R1_OMNI, R1_V, System, TRL, TRL_PEFT, UNSLOTH, VERL, VIDEO_R1,
+    VIVQA_X, VLM_R1,
+};
 
 /// Maximum number of settings of a script.
 const MAX_SETTINGS: usize = 4096;
 /// Variables of a script that set the number of its processes or settings of a [`System`].
-const VARIABLES: [&str; 5] = ["NPROC_PER_NODE", "NNODES", "MAX_PIXELS", "FPS_MAX_FRAMES", "NFRAMES"];
+const VARIABLES: &[&str] = &[
+    "NPROC_PER_NODE",
+    "NNODES",
+    "CUDA_VISIBLE_DEVICES",
+    "MIN_PIXELS",
+    "MAX_PIXELS",
+    "FPS",
+    "FPS_MIN_FRAMES",
+    "FPS_MAX_FRAMES",
+    "NFRAMES",
+    "VIDEO_MIN_PIXELS",
+    "VIDEO_MAX_PIXELS",
+    "VIDEO_TOTAL_PIXELS",
+];
 
-const TRL: System = System { name: "TRL", preset: "trl", defaults: &[], variables: &[], per_process: true };
-const UNSLOTH: System = System { name: "Unsloth", ..TRL };
-const VLM_R1: System = System { name: "VLM-R1", preset: "vlm-r1", ..TRL };
-const VIVQA_X: System = System { name: "VLM-R1 for ViVQA-X", preset: "vivqa-x", ..TRL };
-const R1_V: System = System { name: "R1-V", preset: "r1-v", ..TRL };
-const R1_OMNI: System = System { name: "R1-Omni", preset: "humanomni", ..TRL };
-const QWEN_VIDEO: System = System { name: "qwen-vl-finetune", preset: "qwen-mcq", ..TRL };
-const MS_SWIFT: System = System {
-    name: "ms-swift",
-    preset: "trl",
-    defaults: &[
-        ("loss_type", "grpo"),
-        ("beta", "0.04"),
-        ("temperature", "0.9"),
-        ("use_peft", "true"),
-        ("lora_r", "8"),
-        ("lora_alpha", "32"),
-        ("tune_mm_vision", "false"),
-    ],
-    variables: &[
-        ("MAX_PIXELS", "max_pixels"),
-        ("FPS_MAX_FRAMES", "video_max_frames"),
-        ("NFRAMES", "nframes"),
-    ],
-    per_process: true,
-};
-const VERL: System = System {
-    name: "verl",
-    preset: "",
-    defaults: &[
-        ("learning_rate", "1.0e-6"),
-        ("lr_scheduler_type", "constant_with_warmup"),
-        ("weight_decay", "0.01"),
-        ("loss_agg", "token_mean"),
-        ("beta", "0.0"),
-        ("max_completion_length", "512"),
-        ("tune_mm_vision", "true"),
-    ],
-    variables: &[],
-    per_process: false,
-};
-const EASY_R1: System = System {
-    name: "EasyR1",
-    preset: "",
-    // Defaults of its `examples/config.yaml` and its classes.
-    defaults: &[
-        ("learning_rate", "1.0e-6"),
-        ("lr_scheduler_type", "constant_with_warmup"),
-        ("weight_decay", "0.01"),
-        ("loss_agg", "token_mean"),
-        ("beta", "0.01"),
-        ("epsilon", "0.2"),
-        ("epsilon_high", "0.3"),
-        ("delta", "3.0"),
-        ("num_generations", "5"),
-        ("temperature", "1.0"),
-        ("top_p", "0.99"),
-        ("max_prompt_length", "2048"),
-        ("max_completion_length", "2048"),
-        ("gradient_accumulation_steps", "128"),
-        ("steps_per_generation", "4"),
-        ("num_train_epochs", "15"),
-        ("min_pixels", "262144"),
-        ("max_pixels", "4194304"),
-        ("gradient_checkpointing", "true"),
-        ("tune_mm_vision", "true"),
-    ],
-    variables: &[],
-    per_process: false,
-};
+/// The batch of a process.
+const EACH: &str = "per_device_train_batch_size";
 
 /// Settings whose meaning differs from that in the other trainers.
 const DIFFERENCES: &[(&str, &str)] = &[
     ("max_prompt_length", "a longer prompt is skipped, never cut"),
     ("seed", "the same seed draws other numbers than there"),
-    ("deepspeed", "only what applies to one process"),
     ("resume_from_checkpoint", "an unfinished run in `output_dir` is resumed by default"),
     ("push_to_hub", "needs HF_TOKEN in the environment"),
     ("lora_target_modules", "names of weights here; `all-linear` are those of the language model"),
@@ -125,8 +62,9 @@ const DIFFERENCES: &[(&str, &str)] = &[
 struct Source {
     system: &'static System,
     entries: Vec<Entry>,
-    /// Number of processes that the script starts.
-    processes: u64,
+    launch: Launch,
+    /// Differences that change training.
+    changes: Vec<String>,
     notes: Vec<String>,
 }
 
@@ -135,8 +73,8 @@ struct Source {
 pub struct Translation {
     /// Text of a file for `--config`.
     pub text: String,
-    /// Settings that the user must decide on, each with advice.
-    pub open: Vec<String>,
+    /// Settings that change training there and have no counterpart here, each with advice.
+    pub changes: Vec<String>,
 }
 
 /// Translates a file. `read` returns the text of a file that the script names, if there is one.
@@ -153,7 +91,7 @@ pub fn translate(
     let source = match path.extension().and_then(|extension| extension.to_str()) {
         Some("yaml" | "yml") => of_yaml(text, &name),
         Some("py") => of_python(text, path),
-        _ => of_shell(text, &name, home, &read),
+        _ => of_shell(text, path, home, &read),
     };
     let mut source = source.map_err(|problem| problem.at(name.clone()))?;
     hide_passwords(&mut source);
@@ -163,21 +101,23 @@ pub fn translate(
             .got(source.entries.len().to_string())
             .expected(format!("at most {MAX_SETTINGS}")));
     }
-    Ok(write(source, &name))
+    Ok(write(source, &name, &read))
 }
 
 // The parts of a launch are read in the order in which they override one another.
 fn of_shell(
     text: &str,
-    name: &str,
+    path: &Path,
     home: &str,
     read: &impl Fn(&Path) -> Option<String>,
 ) -> Result<Source, Problem> {
-    let lines = shell::commands(text, home, &VARIABLES).map_err(|error| {
-        Problem::usage("the file is no shell script").got(error).expected(
-            "a launch script for a shell, a training script (`.py`) or a file of settings (`.yaml`)",
-        )
-    })?;
+    let name = path.display();
+    let shell::Script { lines, notes: mut undecided } =
+        shell::read(text, path, home, VARIABLES).map_err(|error| {
+            Problem::usage("the file is no shell script").got(error).expected(
+                "a launch script for a shell, a training script (`.py`) or a file of settings (`.yaml`)",
+            )
+        })?;
     let mut launches: Vec<_> = lines.iter().filter_map(|line| Some((line, launched(&line.words)?))).collect();
     let Some((line, (system, at))) = launches.pop() else {
         return Err(Problem::usage("the file starts no GRPO training that this program knows").expected(
@@ -193,11 +133,28 @@ fn of_shell(
     }
     let (launcher, words) = line.words.split_at(at);
     let mut entries = entries_of(words);
-    let mut notes = Vec::new();
+    let mut notes = vec![format!("Translated from {name}, a launch script of {}.", system.name)];
+    // A condition that depends on the machine may decide a setting.
+    let (folders, mut changes): (Vec<String>, Vec<String>) =
+        undecided.drain(..).partition(|note| note.contains("changes to the folder"));
+    notes.extend(folders);
     for (variable, name) in system.variables {
-        if let Some(value) = line.environment.get(*variable) {
+        if let Some(value) = line.environment.get(*variable)
+            && !entries.iter().any(|entry| entry.name.replace('-', "_") == *name)
+        {
             entries.push(entry(name, vec![value.clone()], Origin::Environment(variable)));
         }
+    }
+    let mut launch = launch::of(launcher, &line.environment, read);
+    if let Some(script) = launcher.last().filter(|word| word.ends_with(".py"))
+        && let Some(text) = read(Path::new(script))
+        && let Ok(own) = of_python(&text, Path::new(script))
+    {
+        let given = |entry: &Entry| entries.iter().any(|own| own.name.replace('-', "_") == entry.name);
+        let own_entries: Vec<Entry> = own.entries.into_iter().filter(|entry| !given(entry)).collect();
+        entries.extend(own_entries);
+        notes.extend(own.notes.into_iter().skip(1));
+        notes.push(format!("Settings of {script}, which the script starts, are included."));
     }
     if let Some(at) =
         entries.iter().position(|entry| matches!(entry.name.as_str(), "config" | "easyr1.config"))
@@ -212,21 +169,36 @@ fn of_shell(
                 entries.extend(weaker);
                 notes.push(format!("Settings of {file}, which the script names, are included."));
             }
-            None => notes.push(format!(
+            None => changes.push(format!(
                 "{file}, which the script names, was not found; the defaults of {} stand for it.",
                 system.name
             )),
         }
     }
-    let processes = if system.per_process { processes(launcher, &line.environment) } else { Ok(1) };
-    let processes = processes.unwrap_or_else(|unknown| {
-        notes.push(format!(
-            "The number of processes is unknown ({unknown}), so batches are those of one process."
-        ));
-        1
-    });
-    notes.insert(0, format!("Translated from {name}, a launch script of {}.", system.name));
-    Ok(Source { system, entries, processes, notes })
+    if let Some(at) = entries.iter().position(|entry| entry.name == "accelerate_config") {
+        let name = entries.remove(at).text();
+        // The files that TRL brings have eight processes, but single_gpu.
+        let own = if name.ends_with(".yaml") { None } else { read(Path::new(&format!("{name}.yaml"))) };
+        let text = own.or_else(|| read(Path::new(&name)));
+        let words = ["accelerate", "--config_file", name.as_str()].map(str::to_owned);
+        match (name.as_str(), text) {
+            (_, Some(text)) => launch = launch::of(&words, &line.environment, &|_| Some(text.clone())),
+            ("single_gpu", None) => {}
+            ("multi_gpu" | "zero1" | "zero2" | "zero3" | "fsdp1" | "fsdp2", None) => {
+                let kind = if name.starts_with("zero") { "DEEPSPEED" } else { "FSDP" };
+                let kind = if name == "multi_gpu" { "MULTI_GPU" } else { kind };
+                let stage = name.trim_start_matches("zero").parse::<u64>().unwrap_or_default();
+                let own = format!(
+                    "distributed_type: {kind}\ndeepspeed_config: {{zero_stage: {stage}}}\nnum_processes: 8\n"
+                );
+                launch = launch::of(&words, &line.environment, &|_| Some(own.clone()));
+            }
+            _ => launch.open.push(format!(
+                "{name}, a settings file of accelerate, was not found; write its `num_processes` as `nproc_per_node`."
+            )),
+        }
+    }
+    Ok(Source { system, entries, launch, changes, notes })
 }
 
 /// Returns the trainer that a command starts, and the index of its first argument.
@@ -253,6 +225,7 @@ fn launched(words: &[String]) -> Option<(&'static System, usize)> {
                     () if script.contains("grpo_jsonl") || script.contains("grpo_rec") => &VLM_R1,
                     () if all.contains("--data_file_paths") => &VLM_R1,
                     () if script.contains("train_grpo") || all.contains("--dataset_use") => &QWEN_VIDEO,
+                    () if all.contains("--temporal") || all.contains("--len_control") => &VIDEO_R1,
                     () if script.contains("open_r1/") => &R1_V,
                     () => &TRL,
                 };
@@ -262,29 +235,6 @@ fn launched(words: &[String]) -> Option<(&'static System, usize)> {
         }
     }
     None
-}
-
-/// Returns the number of processes that a launcher starts, or the text that does not say it.
-fn processes(launcher: &[String], environment: &HashMap<String, String>) -> Result<u64, String> {
-    let option = |names: &[&str]| {
-        launcher.iter().enumerate().find_map(|(at, word)| {
-            let word = word.trim_start_matches('-').replace('-', "_");
-            let (name, value) = match word.split_once('=') {
-                Some((name, value)) => (name.to_owned(), Some(value.to_owned())),
-                None => (word, launcher.get(at + 1).cloned()),
-            };
-            names.contains(&name.as_str()).then_some(value).flatten()
-        })
-    };
-    let number = |text: &str| text.parse::<u64>().ok().filter(|&n| n > 0).ok_or_else(|| text.to_owned());
-    if let Some(all) = option(&["num_processes"]) {
-        return number(&all);
-    }
-    let each = option(&["nproc_per_node", "num_gpus"]);
-    let each = each.or_else(|| environment.get("NPROC_PER_NODE").cloned()).unwrap_or_else(|| "1".to_owned());
-    let nodes = option(&["nnodes", "num_nodes"]).or_else(|| environment.get("NNODES").cloned());
-    let nodes = nodes.unwrap_or_else(|| "1".to_owned());
-    number(&each)?.checked_mul(number(&nodes)?).ok_or_else(|| format!("{each} x {nodes}"))
 }
 
 /// Splits the arguments of a command into settings.
@@ -308,11 +258,13 @@ fn entries_of(words: &[String]) -> Vec<Entry> {
         }
     }
     for entry in &mut entries {
-        // A bare flag is a switch.
-        if let Some(Raw::Arguments(words)) = &mut entry.raw
-            && words.is_empty()
-        {
-            words.push("true".to_owned());
+        // A bare flag is a switch. A variable without a value leaves another flag bare.
+        let is_switch =
+            find(&entry.name).is_none_or(|flag| matches!(flag.kind, Kind::Bool | Kind::Switch(_)));
+        match &mut entry.raw {
+            Some(Raw::Arguments(words)) if words.is_empty() && is_switch => words.push("true".to_owned()),
+            Some(Raw::Arguments(words)) if words.is_empty() => entry.raw = None,
+            _ => {}
         }
     }
     entries
@@ -349,12 +301,17 @@ fn of_yaml(text: &str, name: &str) -> Result<Source, Problem> {
         () if all.contains_key("actor_rollout_ref") => &VERL,
         () if all.contains_key("worker") => &EASY_R1,
         () if all.contains_key("rlhf_type") => &MS_SWIFT,
+        // A file for the launcher alone.
+        () if all.contains_key("distributed_type") && all.contains_key("compute_environment") => {
+            return Err(Problem::usage("the file configures accelerate, and no training")
+                .expected("the script that names it, which `translate` reads together with it"));
+        }
         () => &TRL,
     };
     let mut entries = Vec::new();
     flatten("", &json, name, &mut entries);
     let notes = vec![format!("Translated from {name}, a file of settings of {}.", system.name)];
-    Ok(Source { system, entries, processes: 1, notes })
+    Ok(Source { system, entries, launch: Launch::default(), changes: Vec::new(), notes })
 }
 
 /// Turns nested settings into settings with dotted names. A mapping under a name without dots is the value of one setting.
@@ -399,16 +356,24 @@ fn of_python(text: &str, path: &Path) -> Result<Source, Problem> {
             .expected("a call of `GRPOConfig` or `GRPOTrainer` of TRL or Unsloth"));
     }
     let is_unsloth = script.imports.iter().any(|module| module.starts_with("unsloth"));
-    let system = if is_unsloth { &UNSLOTH } else { &TRL };
+    let makes_adapters = script.calls.iter().any(|call| call.name == "LoraConfig");
+    let system = match (is_unsloth, makes_adapters) {
+        (true, _) => &UNSLOTH,
+        (false, true) => &TRL_PEFT,
+        (false, false) => &TRL,
+    };
     let mut notes =
         vec![format!("Translated from {}, a training script for {}.", path.display(), system.name)];
+    let mut changes = Vec::new();
     let (mut entries, mut seen): (Vec<Entry>, HashSet<String>) = (Vec::new(), HashSet::new());
     for call in &script.calls {
         let mut own = match call.name {
-            "GRPOConfig" | "LoraConfig" | "get_peft_model" => of_config(call, &mut notes),
-            "GRPOTrainer" => of_trainer(call, &script, path, &mut notes),
+            "GRPOConfig" | "LoraConfig" | "get_peft_model" | "BitsAndBytesConfig" => {
+                of_config(call, &mut changes)
+            }
+            "GRPOTrainer" => of_trainer(call, &script, path, (&mut notes, &mut changes)),
             "from_pretrained" => of_model(call),
-            "load_dataset" => of_dataset(call),
+            "load_dataset" => of_dataset(call, &mut changes),
             _ => Vec::new(),
         };
         // The first call counts: a processor is loaded after the model, under the same name.
@@ -419,7 +384,7 @@ fn of_python(text: &str, path: &Path) -> Result<Source, Problem> {
     if adapters && !seen.contains("use_peft") {
         entries.push(entry("use_peft", vec!["true".to_owned()], Origin::Config("adapters".to_owned())));
     }
-    Ok(Source { system, entries, processes: 1, notes })
+    Ok(Source { system, entries, launch: Launch::default(), changes, notes })
 }
 
 /// Returns an argument of a call as a setting.
@@ -455,19 +420,27 @@ fn unread(call: &Call, name: &str, source: &str) -> String {
 }
 
 /// Reads the arguments of a configuration, whose names are those of settings.
-fn of_config(call: &Call, notes: &mut Vec<String>) -> Vec<Entry> {
+fn of_config(call: &Call, changes: &mut Vec<String>) -> Vec<Entry> {
     let mut own = Vec::new();
     for (name, argument) in &call.named {
         match argument {
             Argument::Words(words) => own.push(of_argument(call, name, words)),
-            Argument::Source(source) => notes.push(unread(call, name, source)),
+            // A setting without effect here needs no value.
+            Argument::Source(_)
+                if matches!(foreign::fate(name, "x", |_| None), Some(foreign::Fate::Dropped(_))) => {}
+            Argument::Source(source) => changes.push(unread(call, name, source)),
         }
     }
     own
 }
 
 /// Reads the model and the rewards of a trainer.
-fn of_trainer(call: &Call, script: &Script, path: &Path, notes: &mut Vec<String>) -> Vec<Entry> {
+fn of_trainer(
+    call: &Call,
+    script: &Script,
+    path: &Path,
+    (notes, changes): (&mut Vec<String>, &mut Vec<String>),
+) -> Vec<Entry> {
     let mut own: Vec<Entry> = Vec::new();
     for (name, argument) in &call.named {
         match (*name, argument) {
@@ -490,7 +463,7 @@ fn of_trainer(call: &Call, script: &Script, path: &Path, notes: &mut Vec<String>
                     .collect();
                 own.push(of_argument(call, name, &words));
             }
-            ("reward_funcs", Argument::Source(source)) => notes.push(unread(call, name, source)),
+            ("reward_funcs", Argument::Source(source)) => changes.push(unread(call, name, source)),
             _ => {}
         }
     }
@@ -510,46 +483,107 @@ fn of_model(call: &Call) -> Vec<Entry> {
     model.into_iter().chain(plain).collect()
 }
 
-/// Reads the name and the split of a dataset.
-fn of_dataset(call: &Call) -> Vec<Entry> {
-    first(call, "dataset_name").into_iter().chain(named(call, "split", "dataset_train_split")).collect()
+/// Reads the name and the split of a dataset, or its files.
+fn of_dataset(call: &Call, changes: &mut Vec<String>) -> Vec<Entry> {
+    /// Formats that `load_dataset` reads from files.
+    const FORMATS: [&str; 5] = ["json", "parquet", "csv", "imagefolder", "arrow"];
+    let argument = |name: &str| call.named.iter().find(|(own, _)| *own == name).map(|(_, argument)| argument);
+    let of_files = matches!(call.positional.first(), Some(Argument::Words(words)) if words.len() == 1 && FORMATS.contains(&words[0].as_str()));
+    let rows = match (of_files, argument("data_files").or_else(|| argument("data_dir"))) {
+        (true, Some(Argument::Words(files))) => Some(of_argument(call, "train_file", files)),
+        (true, Some(Argument::Source(source))) => {
+            changes.push(unread(call, "data_files", source));
+            None
+        }
+        (true, None) => None,
+        (false, _) => first(call, "dataset_name").or_else(|| named(call, "path", "dataset_name")),
+    };
+    // Files have one split, which is called train.
+    let split =
+        named(call, "split", "dataset_train_split").filter(|split| !(of_files && split.text() == "train"));
+    rows.into_iter().chain(split).collect()
 }
 
-fn write(source: Source, file: &str) -> Translation {
-    let Source { system, entries, processes, notes } = source;
+/// Settings of a translation while it is made.
+struct Translated {
+    draft: Draft,
+    system: &'static System,
+    /// Settings that have a default of the script's trainer.
+    defaults: HashSet<&'static str>,
+    changes: Vec<String>,
+}
+
+fn write(source: Source, file: &str, read: &impl Fn(&Path) -> Option<String>) -> Translation {
+    let Source { system, mut entries, mut launch, changes, notes } = source;
+    // The former name of ms-swift.
+    for entry in entries.iter_mut().filter(|entry| entry.name == "train_type") {
+        entry.name = "tuner_type".to_owned();
+    }
+    for entry in entries.iter_mut().filter(|entry| entry.name == "system") {
+        // ms-swift reads a file if there is one.
+        let text = Some(entry.text()).filter(|file| file.len() < 256 && !file.contains('\n'));
+        if let Some(text) = text.and_then(|file| read(Path::new(&file))) {
+            entry.raw = Some(Raw::Arguments(vec![text.trim_end().to_owned()]));
+        }
+    }
     let written: Vec<(String, String)> =
         entries.iter().map(|entry| (entry.name.replace('-', "_"), entry.text())).collect();
-    let Layer { given, dropped, problems, became } = Layer::read(entries, Some(Verb::Train));
-    let mut draft = Draft::default();
-    for Given { flag, value, .. } in given.into_iter().filter(|given| !given.flag.command_line_only) {
-        let source =
-            became.iter().filter(|(name, _)| *name == flag.name).map(|(_, text)| format!("from {text}"));
+    let given = |name: &str| written.iter().any(|(own, _)| own == name);
+    for (name, value) in system.defaults.iter().filter(|(name, _)| !given(name)) {
+        entries.push(entry(name, vec![(*value).to_owned()], Origin::Preset(system.name.to_owned())));
+    }
+    let Layer { given, mut dropped, changing, problems, became, .. } =
+        Layer::read(entries, Some(Verb::Train));
+    let mut this = Translated { draft: Draft::default(), system, defaults: HashSet::new(), changes };
+    for Given { flag, value, origin } in given.into_iter().filter(|given| !given.flag.command_line_only) {
+        let source = match origin {
+            Origin::Preset(_) => {
+                this.defaults.insert(flag.name);
+                Some(format!("default of {}", system.name))
+            }
+            _ => became.iter().find(|(name, _)| *name == flag.name).map(|(_, text)| format!("from {text}")),
+        };
         let difference =
             DIFFERENCES.iter().find(|(name, _)| *name == flag.name).map(|(_, text)| (*text).to_owned());
         let own = |name: &str| name == flag.name || flag.aliases.contains(&name);
-        let is_open = written.iter().any(|(name, text)| own(name) && text.contains('$'));
-        let fill = is_open.then(|| "fill in what begins with `$`".to_owned());
-        draft.put(flag.name, value, source.chain(difference).chain(fill).collect());
+        let is_open = |text: &str| text.contains(['$', '`']) || text.starts_with('<') && text.ends_with('>');
+        let is_open = written.iter().any(|(name, text)| own(name) && is_open(text))
+            || source.as_deref().is_some_and(|source| source.contains('$'));
+        let fill =
+            is_open.then(|| "fill in what begins with `$`, or stands in backquotes or angles".to_owned());
+        this.draft.put(flag.name, value, source.into_iter().chain(difference).chain(fill).collect());
     }
-    if !system.preset.is_empty() && !draft.has("preset") {
-        draft.set("preset", system.preset, format!("defaults of {}", system.name));
+    if let Some((Value::Text(file), _)) = this.draft.take("deepspeed") {
+        launch.deepspeed(&file, read);
     }
-    for (name, text) in system.defaults {
-        if !draft.has(name) {
-            draft.set(name, text, format!("default of {}", system.name));
+    if system.counts == Counts::Rollouts {
+        of_ray(&mut launch, &written, system);
+    }
+    this.preset();
+    this.count_updates();
+    this.divide(&launch);
+    this.complete_groups();
+    this.rewards(&given_names(&written));
+    this.changes.extend(launch.open);
+    this.changes.extend(changing.iter().map(|(written, why)| format!("{written}: {why}")));
+    this.changes.extend(problems.iter().map(Problem::in_one_line));
+    for (name, reason) in this.draft.settle() {
+        match name {
+            // A default that means nothing in this run is no loss.
+            Some(name) if this.defaults.contains(name) => {}
+            Some(name) if reason.contains("has no effect in this run") => {
+                dropped.push((name.to_owned(), reason))
+            }
+            _ => this.changes.push(reason),
         }
     }
-    if processes > 1 {
-        multiply_batch(&mut draft, system, processes);
-    }
-    let mut open: Vec<String> = problems.iter().map(Problem::in_one_line).collect();
-    open.extend(draft.settle());
+    this.leave_out_idle_defaults();
+    let Translated { draft, changes, .. } = this;
 
     let mut text =
         one_line(&format!("# omnigrpo train --config {}", Path::new(file).with_extension("yaml").display()));
     text.push('\n');
     notes.iter().for_each(|note| text.push_str(&format!("# {}\n", one_line(note))));
-    text.push_str(&draft.text());
     const NEEDED: [(&str, &[&str]); 3] = [
         ("model_name_or_path", &[]),
         ("train_file", &["dataset_use", "data_file_paths"]),
@@ -559,30 +593,262 @@ fn write(source: Source, file: &str) -> Translation {
         |(name, others): &(&str, &[&str])| !draft.has(name) && !others.iter().any(|other| draft.has(other));
     let missing: Vec<String> =
         NEEDED.iter().filter(|needed| lacks(needed)).map(|(name, _)| (*name).to_owned()).collect();
-    let mut list = |title: &str, items: &[String]| {
-        if !items.is_empty() {
-            text.push_str(&format!("\n# {title}\n"));
-            items.iter().for_each(|item| text.push_str(&format!("#   {}\n", one_line(item))));
+    // The processes of verl and EasyR1 have counterparts.
+    let is_used = |(written, _): &&(String, String)| {
+        !["trainer.n_gpus_per_node", "trainer.nnodes"]
+            .contains(&written.split(' ').next().unwrap_or_default())
+    };
+    let dropped: Vec<String> =
+        dropped.iter().filter(is_used).map(|(written, why)| format!("{written}: {why}")).collect();
+    let list = |title: &str, items: &[String]| match items {
+        [] => String::new(),
+        items => {
+            let lines: String = items.iter().map(|item| format!("#   {}\n", one_line(item))).collect();
+            format!("\n# {title}\n{lines}")
         }
     };
-    list("Required, and not in the file:", &missing);
-    list("Unsupported or wrong here, and left out:", &open);
-    let dropped: Vec<String> = dropped.iter().map(|(written, why)| format!("{written}: {why}")).collect();
-    list("Without a counterpart and without effect here:", &dropped);
-    Translation { text, open }
+    text.push_str(&list("Changes training there, and is not in this file:", &changes));
+    text.push_str(&draft.text());
+    text.push_str(&list("Required, and not in the file:", &missing));
+    text.push_str(&list("Without a counterpart and without effect here:", &dropped));
+    Translation { text, changes }
 }
 
-/// Gives one process the batch of several.
-fn multiply_batch(draft: &mut Draft, system: &System, processes: u64) {
-    const NAME: &str = "per_device_train_batch_size";
-    let default = || {
-        let mut own = Draft::default();
-        own.set("preset", system.preset, "");
-        let resolved = own.resolve(Environment::default()).ok()?;
-        Some((resolved.values.lookup(NAME)?.0.clone(), Vec::new()))
+/// Reads the processes of verl and EasyR1, which are settings, and what FSDP divides.
+fn of_ray(launch: &mut Launch, written: &[(String, String)], system: &System) {
+    let given = |name: &str| written.iter().find(|(own, _)| own == name).map(|(_, text)| text.as_str());
+    let value = |name: &str| {
+        let default = || system.defaults.iter().find(|(own, _)| *own == name).map(|(_, text)| *text);
+        given(name).or_else(default)
     };
-    let Some((Value::Int(each), mut comments)) = draft.take(NAME).or_else(default) else { return };
-    let all = i64::try_from(processes).ok().and_then(|processes| each.checked_mul(processes));
-    comments.push(format!("{processes} processes × {each}: one process does the work of all"));
-    draft.put(NAME, Value::Int(all.unwrap_or(each)), comments);
+    let number = |name: &str| value(name).map(|text| text.parse::<u64>().map_err(|_| text.to_owned()));
+    const EACH: &str = "trainer.n_gpus_per_node";
+    match number(EACH) {
+        Some(Ok(processes)) => launch.processes = Some((processes, format!("`{EACH}`"))),
+        Some(Err(text)) => launch.open.push(format!(
+            "The number of processes is unknown (`{EACH}` {text}); write it as `nproc_per_node`, and divide \
+             `gradient_accumulation_steps` by it."
+        )),
+        None => {}
+    }
+    if let Some(Ok(machines)) = number("trainer.nnodes") {
+        launch.machines = machines;
+    }
+    let full =
+        given("worker.actor.fsdp.enable_full_shard").is_none_or(|text| !text.eq_ignore_ascii_case("false"));
+    let uses_fsdp = given("actor_rollout_ref.actor.strategy").is_none_or(|text| text.starts_with("fsdp"));
+    if uses_fsdp {
+        let shard = if full { "weights" } else { "gradients" };
+        launch.shard = Some((shard, "FSDP".to_owned()));
+    }
+}
+
+fn given_names(written: &[(String, String)]) -> Vec<&str> {
+    written.iter().map(|(name, _)| name.as_str()).collect()
+}
+
+impl Translated {
+    fn integer(&self, name: &str) -> Option<i64> {
+        match self.draft.value(name) {
+            Some(Value::Int(number)) => Some(*number),
+            _ => None,
+        }
+    }
+
+    /// Returns the number of a setting, from the preset if the script does not have it, or 1.
+    fn number(&self, name: &str) -> i64 {
+        let of_preset = || {
+            let all = crate::settings::preset(self.system.preset, Verb::Train);
+            all.into_iter().find(|given| given.flag.name == name).map(|given| given.value)
+        };
+        match self.draft.value(name).cloned().or_else(of_preset) {
+            Some(Value::Int(number)) => number,
+            _ => 1,
+        }
+    }
+
+    fn default(&mut self, name: &'static str, value: Value, comment: String) {
+        self.defaults.insert(name);
+        self.draft.put(name, value, vec![comment]);
+    }
+
+    /// Names the preset of the trainer. The defaults of TRL are written out.
+    fn preset(&mut self) {
+        let system = self.system;
+        if system.preset.is_empty() {
+            return;
+        }
+        if !self.draft.has("preset") {
+            self.draft.set("preset", system.preset, format!("defaults of {}", system.name));
+        }
+        if system.preset != "trl" {
+            return;
+        }
+        // `SftArguments` of `swift/arguments/sft_args.py`.
+        if system.name == "ms-swift" && !self.draft.has("learning_rate") {
+            let adapters = self.draft.value("use_peft") == Some(&Value::Bool(true));
+            let rate = if adapters { 1e-4 } else { 1e-5 };
+            self.default("learning_rate", Value::Float(rate), "default of ms-swift".to_owned());
+        }
+        let trains_adapters = self.draft.value("use_peft") == Some(&Value::Bool(true))
+            || self.draft.has("adapter_name_or_path");
+        let source = if system.name == "ms-swift" { system.name } else { "TRL" };
+        for Given { flag, value, .. } in crate::settings::preset(system.preset, Verb::Train) {
+            // Adapters have their own choice of what is trained besides them.
+            let is_part = flag.name.starts_with("tune_") && trains_adapters;
+            if !self.draft.has(flag.name) && !is_part {
+                self.default(flag.name, value, format!("default of {source}"));
+            }
+        }
+    }
+
+    /// Leaves out defaults that a run would not use.
+    fn leave_out_idle_defaults(&mut self) {
+        let Ok(resolved) = self.draft.resolve(Environment::default()) else { return };
+        for (name, _) in resolved.idle.iter().filter(|(name, _)| self.defaults.contains(name)) {
+            self.draft.take(name);
+        }
+    }
+
+    /// Turns steps that are rollouts with their updates into updates.
+    fn count_updates(&mut self) {
+        if self.system.counts != Counts::Rollouts {
+            return;
+        }
+        let updates =
+            self.integer("steps_per_generation").unwrap_or(1) * self.integer("num_iterations").unwrap_or(1);
+        if updates <= 1 {
+            return;
+        }
+        for name in ["max_steps", "save_steps", "eval_steps", "warmup_steps"] {
+            let Some((Value::Int(steps), mut comments)) = self.draft.take(name) else { continue };
+            let name = find(name).map_or("", |flag| flag.name);
+            match steps.checked_mul(updates).filter(|_| steps > 0) {
+                Some(all) => {
+                    comments.push(format!("{steps} rollouts × {updates} updates"));
+                    self.draft.put(name, Value::Int(all), comments);
+                }
+                None => self.draft.put(name, Value::Int(steps), comments),
+            }
+        }
+    }
+
+    /// Gives each process of the script one here.
+    fn divide(&mut self, launch: &Launch) {
+        const BATCHES: &str = "gradient_accumulation_steps";
+        let of_settings = self.draft.take("nproc_per_node");
+        let (processes, source) = match (&launch.processes, of_settings) {
+            (Some((processes, source)), _) => (*processes, source.clone()),
+            (None, Some((Value::Int(processes), comments))) => (
+                u64::try_from(processes).unwrap_or(1),
+                comments.first().map_or(String::new(), |text| text.trim_start_matches("from ").to_owned()),
+            ),
+            _ => (1, String::new()),
+        };
+        if launch.machines > 1 {
+            let batch = match self.system.counts {
+                Counts::Updates => "The batch is that of one machine",
+                Counts::Rollouts => "The batch is the complete one",
+            };
+            self.changes.push(format!(
+                "{} machines with {processes} processes each: `nproc_per_node` starts those of one. {batch}; `mpirun --host` \
+                 starts processes on others.",
+                launch.machines
+            ));
+        }
+        let one = |name: &str| self.number(name);
+        let count = i64::try_from(processes).unwrap_or(1);
+        if processes > 1 {
+            let alone = match self.system.counts {
+                Counts::Updates => {
+                    format!("{EACH}: {}", one(EACH).saturating_mul(count))
+                }
+                Counts::Rollouts => format!("{BATCHES}: {}", one(BATCHES)),
+            };
+            if self.system.counts == Counts::Rollouts {
+                let all = one(BATCHES);
+                if all % count != 0 {
+                    self.changes.push(format!(
+                        "{all} prompts of an update cannot be divided by {processes} processes, so the file has one process."
+                    ));
+                    return;
+                }
+                let (_, mut comments) = self.draft.take(BATCHES).unwrap_or((Value::Int(all), Vec::new()));
+                comments.push(format!("{all} prompts of an update / {processes} processes"));
+                self.draft.put("gradient_accumulation_steps", Value::Int(all / count), comments);
+            }
+            let comment = format!("from {source}; for one process, leave this line out and write `{alone}`");
+            self.draft.put("nproc_per_node", Value::Int(count), vec![comment]);
+        }
+        if let Some((shard, source)) = &launch.shard
+            && !self.draft.has("shard")
+            && *shard != "none"
+            && processes > 1
+        {
+            self.draft.set("shard", shard, format!("from {source}"));
+        }
+        if launch.offloads {
+            self.draft.choose("offload_optimizer", "cpu", "from the file of the launcher");
+        }
+    }
+
+    /// Raises the batch of Unsloth to one group, as Unsloth does.
+    fn complete_groups(&mut self) {
+        let one = |name: &str| self.number(name);
+        let group = self.number("num_generations");
+        let all = one(EACH) * one("gradient_accumulation_steps") * one("nproc_per_node");
+        if self.system.name == "Unsloth" && group > 0 && all % group != 0 {
+            let comment = format!("{} there, which Unsloth raises to `num_generations`", one(EACH));
+            self.draft.put(EACH, Value::Int(group), vec![comment]);
+        }
+    }
+
+    /// Leaves out rewards of plugins, and names rewards that the script does not.
+    fn rewards(&mut self, written: &[&str]) {
+        if self.system.counts == Counts::Rollouts && !self.draft.has("reward_funcs") {
+            self.changes.push(format!(
+                "{} scores rows by their column `data_source`, with functions of its own; here the rewards are `accuracy` and \
+                 `format` until `reward_funcs` names others (`omnigrpo rewards list`).",
+                self.system.name
+            ));
+        }
+        let is_plugin = written.contains(&"external_plugins");
+        let Some(Value::Texts(names)) = self.draft.value("reward_funcs").cloned() else {
+            if self.system.name == "ms-swift" {
+                self.changes
+                    .push("The script names no reward; here they are `accuracy` and `format`.".to_owned());
+            }
+            return;
+        };
+        if !is_plugin {
+            return;
+        }
+        let known = |name: &String| crate::settings::is_reward(name);
+        let (kept, plugins): (Vec<usize>, Vec<usize>) = (0..names.len()).partition(|&at| known(&names[at]));
+        if plugins.is_empty() {
+            return;
+        }
+        for &at in &plugins {
+            self.changes.push(format!(
+                "The reward {} is a class of a plugin: give a function of a file to `reward_funcs` as FILE.py:FUNCTION.",
+                names[at]
+            ));
+        }
+        let (_, comments) = self.draft.take("reward_funcs").unwrap_or((Value::Int(0), Vec::new()));
+        let weights = self.draft.take("reward_weights");
+        if kept.is_empty() {
+            return;
+        }
+        let pick = |at: &usize| names[*at].clone();
+        self.draft.put("reward_funcs", Value::Texts(kept.iter().map(pick).collect()), comments);
+        if let Some((Value::Floats(all), comments)) = weights
+            && all.len() == names.len()
+        {
+            self.draft.put(
+                "reward_weights",
+                Value::Floats(kept.iter().map(|&at| all[at]).collect()),
+                comments,
+            );
+        }
+    }
 }

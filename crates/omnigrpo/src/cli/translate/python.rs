@@ -6,8 +6,15 @@
 use std::collections::{HashMap, HashSet};
 
 /// Names of the functions and classes whose arguments are read.
-const CALLS: [&str; 6] =
-    ["GRPOConfig", "GRPOTrainer", "LoraConfig", "from_pretrained", "get_peft_model", "load_dataset"];
+const CALLS: [&str; 7] = [
+    "BitsAndBytesConfig",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "LoraConfig",
+    "from_pretrained",
+    "get_peft_model",
+    "load_dataset",
+];
 
 /// Maximum number of bytes of a value with a name. A script can repeat the name.
 const MAX_VALUE: usize = 1024;

@@ -5,6 +5,7 @@ use std::path::Path;
 use anyhow::Result;
 
 use super::{Context, print_raw};
+use crate::cli::draft::one_line;
 use crate::cli::translate;
 use crate::settings::{Problem, Settings, config};
 
@@ -34,12 +35,21 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
         }
         None => print_raw(&translation.text)?,
     }
-    match translation.open.len() {
-        0 => {}
-        1 => context.console.line("1 setting is unsupported or wrong here: see the end of the translation"),
-        n => context
-            .console
-            .line(&format!("{n} settings are unsupported or wrong here: see the end of the translation")),
+    let changes = translation.changes.len();
+    if changes > 0 {
+        let lines: String =
+            translation.changes.iter().map(|change| format!("\n  {}", one_line(change))).collect();
+        context.console.line(&format!("changes training there, and is not in the file:{lines}"));
+    }
+    if settings.io.strict && changes > 0 {
+        return Err(Problem::failure("the translation is incomplete")
+            .got(match changes {
+                1 => "1 line at its top".to_owned(),
+                n => format!("{n} lines at its top"),
+            })
+            .expected("no setting that changes training without a counterpart")
+            .help("decide on each, or leave `--strict` out")
+            .into());
     }
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::settings::{Keep, Settings};
-use Kind::{Choice, Path, Text, Texts};
+use Kind::{Bool, Choice, Path, Text, Texts};
 use verb::Verb::{Completions, DataConvert, Init, Man, Push, Report, Translate, Watch};
 
 /// Returns the datasets that `data convert` reads.
@@ -73,6 +73,8 @@ pub const FLAGS: &[Flag] = &[
         .unset("")
         .required(&[Translate])
         .positional(),
+    row("strict", Bool, at!(io.strict), &[Translate])
+        .help("Exit with status 1 if a setting that changes training has no counterpart. The file is written in any case."),
     row("input", Path, at!(io.input), &[Generate, Score, DataConvert, RewardsRun])
         .help(
             "Rows to read, in any format that `data check` reads; `-` is standard input, and a run directory \

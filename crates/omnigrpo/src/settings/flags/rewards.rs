@@ -171,6 +171,11 @@ pub const FLAGS: &[Flag] = &[
              when the ordered frames do better than the shuffled ones (T-GRPO).",
         )
         .idle(|s, _| s.not_sampled()),
+    row("length_bonus", Bool, at!(algorithm.length_bonus), &[Train])
+        .help(
+            "Right answers of 320 to 512 tokens earn 0.2 more, if their group has at least two right answers (Video-R1).",
+        )
+        .idle(|s, _| s.not_sampled()),
     row("compat", Choices(words::<Compat>), at!(rewards.options.compat), ASKS_REWARDS)
         .help("Known defects of the source systems to reproduce, for comparisons only.")
         .idle(unscored),

@@ -65,7 +65,7 @@ pub const FLAGS: &[Flag] = &[
     row("deepspeed", Path, at!(io.deepspeed), &[Train, Sft])
         .help(
             "Settings file of DeepSpeed, such as zero2.json. The run compares each field with its own settings \
-             and explains it. Stage 1 is `shard` optimizer; gradients and weights are not cut.",
+             and explains it. Stages 1, 2 and 3 are `shard` optimizer, gradients and weights.",
         )
         .unset("")
         .free(LOOP)

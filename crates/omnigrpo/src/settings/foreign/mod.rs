@@ -20,17 +20,21 @@ pub enum Fate {
     /// The setting becomes several settings, unless they are given directly. Those after the first are implied: if another
     /// foreign setting becomes the same one, that value is used instead.
     BecomesAll(Vec<(&'static str, String)>),
+    /// The setting becomes several settings, and a part of it, which changes training there, is left out for the given reason.
+    Partly(Vec<(&'static str, String)>, &'static str),
     /// The meaning depends on another setting of the same source, whose value is `None` if it is not given.
     Depends(&'static str, fn(&str, Option<&str>) -> Fate),
     /// The setting has no effect, for the given reason.
     Dropped(&'static str),
+    /// The setting changes training there and is left out here; the text is advice.
+    Lost(&'static str),
     /// The setting is unsupported, and the text is advice.
     Refused(&'static str),
     /// The name and the value belong to this program.
     Own,
 }
 
-use Fate::{Becomes, BecomesAll, Depends, Dropped, Own, Refused};
+use Fate::{Becomes, BecomesAll, Depends, Dropped, Lost, Own, Partly, Refused};
 
 mod peers;
 mod trainers;
@@ -133,10 +137,32 @@ const TABLE: &[Row] = &[
             ),
         }),
     }),
+    // ms-swift writes `tensorboard swanlab`.
     (&["report_to"], |v| {
-        match v.split([',', ' ']).any(|word| TRACKERS.contains(&word.to_ascii_lowercase().as_str())) {
-            true => Dropped("this tracker is unsupported; metrics.jsonl has every number"),
-            false => Own,
+        let words: Vec<&str> = v.split([',', ' ']).filter(|word| !word.is_empty()).collect();
+        let known: Vec<&str> = words
+            .iter()
+            .copied()
+            .filter(|word| !TRACKERS.contains(&word.to_ascii_lowercase().as_str()))
+            .collect();
+        match (known.len(), words.len()) {
+            (n, all) if n == all => Own,
+            (0, _) => Dropped("this tracker is unsupported; metrics.jsonl has every number"),
+            _ => Becomes("report_to", known.join(",")),
+        }
+    }),
+    // ms-swift's names of the files that it brings.
+    (&["deepspeed"], |v| {
+        let shard = |shard: &str| ("shard", shard.to_owned());
+        let offload = ("offload_optimizer", "cpu".to_owned());
+        match v {
+            "zero0" => Becomes("shard", "none".into()),
+            "zero1" => Becomes("shard", "optimizer".into()),
+            "zero2" => Becomes("shard", "gradients".into()),
+            "zero3" => Becomes("shard", "weights".into()),
+            "zero2_offload" => BecomesAll(vec![shard("gradients"), offload]),
+            "zero3_offload" => BecomesAll(vec![shard("weights"), offload]),
+            _ => Own,
         }
     }),
 ];
@@ -171,6 +197,7 @@ struct Plain {
 enum Meaning {
     Becomes,
     Dropped,
+    Lost,
     Off,
     Refused,
 }
@@ -180,6 +207,7 @@ impl Plain {
         match self.meaning {
             Meaning::Becomes => Becomes(self.text, value.to_owned()),
             Meaning::Dropped => Dropped(self.text),
+            Meaning::Lost => Lost(self.text),
             Meaning::Off => off(value, self.text),
             Meaning::Refused => Refused(self.text),
         }
@@ -190,9 +218,10 @@ const PLAIN_TEXT: &str = include_str!("plain.txt");
 
 /// Rows of `plain.txt`, whose head describes its form.
 static PLAIN: LazyLock<Vec<Plain>> = LazyLock::new(|| {
-    const MEANINGS: [(&str, Meaning); 4] = [
+    const MEANINGS: [(&str, Meaning); 5] = [
         ("becomes ", Meaning::Becomes),
         ("dropped: ", Meaning::Dropped),
+        ("lost: ", Meaning::Lost),
         ("off: ", Meaning::Off),
         ("refused: ", Meaning::Refused),
     ];
@@ -240,11 +269,28 @@ pub fn fate<'t>(name: &str, value: &str, others: impl Fn(&str) -> Option<&'t str
         None => plain(&name)?.fate(value),
     };
     let fate = match fate {
-        Becomes(..) | BecomesAll(_) | Depends(..) if unset => Dropped("it has no value"),
+        Becomes(..) | BecomesAll(_) | Partly(..) | Depends(..) if unset => Dropped("it has no value"),
         Depends(other, fate) => fate(value, others(other)),
         fate => fate,
     };
     (fate != Own).then_some(fate)
+}
+
+/// Returns true if the words of a setting of another trainer are names of datasets.
+pub fn is_list(name: &str) -> bool {
+    matches!(name.replace('-', "_").as_str(), "dataset" | "val_dataset" | "dataset_name")
+}
+
+/// Returns the reward of this program for a reward of TRL.
+pub fn reward(name: &str) -> &str {
+    match name.strip_prefix("trl.rewards.").unwrap_or(name) {
+        "accuracy_reward" | "reasoning_accuracy_reward" => "math",
+        "think_format_reward" => "think_format",
+        "get_soft_overlong_punishment" => "overlong",
+        "get_cosine_scaled_reward" => "cosine",
+        "get_repetition_penalty_reward" => "repetition_tokens",
+        _ => name,
+    }
 }
 
 /// Returns the meaning of FSDP's fields, from JSON text or from a file, beside the value of `fsdp`. Names may begin with `fsdp_`.
@@ -320,7 +366,11 @@ mod tests {
         let in_code = rows.flat_map(|(names, _)| names.iter());
         for name in in_code.chain(PLAIN.iter().flat_map(|row| &row.names)) {
             assert!(seen.insert(name), "`{name}` is in two rows");
-            assert_eq!(flags::find(name).is_some(), *name == "report_to", "{name}");
+            assert_eq!(
+                flags::find(name).is_some(),
+                matches!(*name, "report_to" | "deepspeed" | "reward_funcs"),
+                "{name}"
+            );
         }
     }
 
@@ -362,7 +412,13 @@ mod tests {
         assert!(matches!(alone("vllm_max_model_length", "2048"), Some(Dropped(_))));
         // The name is another name of a setting of this program.
         assert_eq!(alone("vllm_importance_sampling_mode", "token_mask"), None);
-        assert!(matches!(alone("report_to", "jsonl mlflow"), Some(Dropped(_))));
+        assert!(matches!(alone("report_to", "swanlab mlflow"), Some(Dropped(_))));
+        assert_eq!(
+            alone("report_to", "tensorboard swanlab"),
+            Some(Becomes("report_to", "tensorboard".into()))
+        );
+        assert_eq!(alone("deepspeed", "zero3"), Some(Becomes("shard", "weights".into())));
+        assert_eq!(alone("deepspeed", "local/zero3.json"), None);
         assert_eq!(alone("report_to", "tensorboard wandb"), None);
         assert_eq!(alone("report_to", "none"), None);
         assert_eq!(alone("report_to", "wandbb"), None);
@@ -417,7 +473,7 @@ mod tests {
             for (field, value) in
                 fields.iter().flat_map(|field| ["true", "none", "0.5"].map(|value| (field, value)))
             {
-                if let Some(Dropped(why) | Refused(why)) = fate(field, value, |_| None) {
+                if let Some(Dropped(why) | Lost(why) | Refused(why)) = fate(field, value, |_| None) {
                     assert!(!why.is_empty() && !why.contains('\n') && why.len() < 200, "{field}: {why}");
                 }
             }
@@ -478,8 +534,10 @@ mod tests {
         {
             let fits = |value: &&str| match fate(name, value, |_| None) {
                 Some(Becomes(setting, value)) => is_read(setting, &value),
-                Some(BecomesAll(settings)) => settings.iter().all(|(setting, value)| is_read(setting, value)),
-                Some(Dropped(_)) => true,
+                Some(BecomesAll(settings) | Partly(settings, _)) => {
+                    settings.iter().all(|(setting, value)| is_read(setting, value))
+                }
+                Some(Dropped(_) | Lost(_)) => true,
                 _ => false,
             };
             assert!(values.iter().any(fits), "no value fits {name}");

@@ -4,11 +4,14 @@
 //! `examples/grpo_trainer` of verl, `examples/config.yaml` of EasyR1 and the scripts in the same directory,
 //! `FastVisionModel.get_peft_model` of Unsloth.
 
-use super::Fate::{self, Becomes, BecomesAll, Depends, Dropped, Refused};
+use super::Fate::{self, Becomes, BecomesAll, Depends, Dropped, Lost, Partly, Refused};
 use super::{IN_PROCESS, Row, off, on};
 
 const TEMPLATE: &str = "the checkpoint's chat template formats the prompts";
 const LENGTHS: &str = "leave it out: the reward uses the constants of its source (`omnigrpo rewards list`)";
+
+const EVALUATES: &str =
+    "evaluations during training take the most likely token; several completions are sampled as in training";
 
 const SPLITS: &str =
     "only a single name may have a split; put several names into `dataset_use`, each with its own split";
@@ -32,13 +35,37 @@ pub(super) const TABLE: &[Row] = &[
         _ => Refused("use lora or full"),
     }),
     (&["dataset"], rows),
+    // Names of columns there are `query`, `solution`, `images` and `videos`.
+    (&["columns"], |v| {
+        let columns =
+            serde_json::from_str::<std::collections::BTreeMap<String, String>>(v).unwrap_or_default();
+        let setting = |(own, meaning): (&String, &String)| {
+            let name = match meaning.as_str() {
+                "query" | "prompt" | "problem" | "question" => "prompt_column",
+                "solution" | "answer" | "response" => "solution_column",
+                "images" | "image" => "image_column",
+                "videos" | "video" => "video_column",
+                _ => return None,
+            };
+            Some((name, own.clone()))
+        };
+        match columns.iter().map(setting).collect::<Option<Vec<_>>>() {
+            Some(settings) if !settings.is_empty() => BecomesAll(settings),
+            _ => off(v, "use `prompt_column`, `solution_column`, `image_column` and `video_column`"),
+        }
+    }),
     (&["system"], |v| match v.ends_with(".txt") {
         true => Refused("give the text, not a file: `system_prompt \"$(cat FILE)\"`"),
         false => Becomes("system_prompt", v.into()),
     }),
-    (&["freeze_vit"], |v| tune("tune_mm_vision", v)),
-    (&["freeze_aligner"], |v| tune("tune_mm_mlp", v)),
-    (&["freeze_llm"], |v| tune("tune_mm_llm", v)),
+    (&["freeze_vit"], |_| Depends("tuner_type", |v, tuner| part("tune_mm_vision", v, tuner))),
+    (&["freeze_aligner"], |_| Depends("tuner_type", |v, tuner| part("tune_mm_mlp", v, tuner))),
+    (&["freeze_llm"], |_| {
+        Depends("tuner_type", |v, tuner| match (tuner, on(v)) {
+            (Some("lora"), Some(false)) => Dropped("the adapters are in the language model"),
+            _ => tune("tune_mm_llm", v),
+        })
+    }),
     (&["dynamic_sample"], |v| match on(v) {
         Some(true) => Depends("max_resample_times", |_, times| match times {
             Some(_) => Dropped("`max_resample_times` is given"),
@@ -119,8 +146,9 @@ pub(super) const TABLE: &[Row] = &[
         _ => Dropped("each pass draws all rows in an order set by `data_seed`"),
     }),
     // verl and EasyR1: model.
-    (&["worker.actor.model.freeze_vision_tower", "actor_rollout_ref.actor.freeze_vision_tower"], |v| {
-        tune("tune_mm_vision", v)
+    (&["worker.actor.model.freeze_vision_tower"], |_| Depends("worker.actor.model.lora.rank", tower)),
+    (&["actor_rollout_ref.actor.freeze_vision_tower"], |_| {
+        Depends("actor_rollout_ref.model.lora_rank", tower)
     }),
     (&["actor_rollout_ref.model.lora_rank", "worker.actor.model.lora.rank"], |v| match v {
         "0" => Dropped("adapters are off"),
@@ -128,6 +156,10 @@ pub(super) const TABLE: &[Row] = &[
     }),
     (&["actor_rollout_ref.model.target_modules", "worker.actor.model.lora.target_modules"], |v| {
         Becomes("lora_target_modules", listed(v))
+    }),
+    (&["actor_rollout_ref.model.exclude_modules", "worker.actor.model.lora.exclude_modules"], |v| match v {
+        ".*visual.*" => Dropped("`lora_target_modules all-linear` are the layers of the language model"),
+        v => off(v, "use `lora_target_modules` with a regular expression over complete names"),
     }),
     // verl and EasyR1: update.
     // In both, the learning rate stays constant after its warm-up unless another schedule is given.
@@ -175,6 +207,7 @@ pub(super) const TABLE: &[Row] = &[
     (&["worker.actor.loss_type"], |v| match v {
         "default" => Dropped("`loss_type` sets the GRPO loss"),
         "gspo" | "cispo" | "sapo" => Becomes("loss_type", v.into()),
+        "gspo_token" => Becomes("loss_type", "gspo".into()),
         _ => Refused("use `loss_type`: grpo, dapo, gspo, cispo or sapo"),
     }),
     (&["actor_rollout_ref.actor.policy_loss.loss_mode"], |v| match v {
@@ -234,13 +267,17 @@ pub(super) const TABLE: &[Row] = &[
         Some(true) => Dropped("the KL is part of the loss"),
         _ => Refused("leave it out: the KL is part of the loss, with weight `beta`"),
     }),
-    (&["algorithm.online_filtering"], |v| match on(v) {
-        Some(true) => Becomes("max_resample_times", "3".into()),
-        _ => Dropped("groups are replaced only by `max_resample_times`"),
+    (&["algorithm.online_filtering"], |_| {
+        Depends("trainer.max_try_make_batch", |v, most| resampled(v, most.unwrap_or("20")))
     }),
-    (&["algorithm.filter_groups.enable"], |v| match on(v) {
-        Some(true) => Becomes("max_resample_times", "3".into()),
-        _ => Dropped("groups are replaced only by `max_resample_times`"),
+    (&["algorithm.filter_groups.enable"], |_| {
+        Depends("algorithm.filter_groups.max_num_gen_batches", |v, most| resampled(v, most.unwrap_or("0")))
+    }),
+    (&["algorithm.filter_key", "algorithm.filter_low", "algorithm.filter_high"], |_| {
+        Depends("algorithm.online_filtering", |_, filters| match filters.and_then(on) {
+            Some(true) => Lost("groups whose rewards are all equal are replaced, whatever their mean"),
+            _ => Dropped("`online_filtering` is off"),
+        })
     }),
     (&["algorithm.norm_adv_by_std_in_grpo"], |v| match on(v) {
         Some(false) => Becomes("scale_rewards", "none".into()),
@@ -262,6 +299,35 @@ pub(super) const TABLE: &[Row] = &[
         "-1" => Becomes("top_k", "0".into()),
         v => Becomes("top_k", v.into()),
     }),
+    // An evaluation takes the most likely token unless it has several completions.
+    (&["worker.rollout.val_override_config.n"], |v| match v {
+        "1" => Dropped("an evaluation has one completion for each prompt"),
+        v => Becomes("num_generations_eval", v.into()),
+    }),
+    (
+        &[
+            "worker.rollout.val_override_config.temperature",
+            "actor_rollout_ref.rollout.val_kwargs.temperature",
+            "actor_rollout_ref.rollout.val_kwargs.do_sample",
+        ],
+        |v| match v.parse() {
+            Ok(0.0) => Dropped("an evaluation takes the most likely token"),
+            _ if on(v) == Some(false) => Dropped("an evaluation takes the most likely token"),
+            _ => Lost(EVALUATES),
+        },
+    ),
+    (
+        &[
+            "worker.rollout.val_override_config.top_p",
+            "worker.rollout.val_override_config.top_k",
+            "actor_rollout_ref.rollout.val_kwargs.top_p",
+            "actor_rollout_ref.rollout.val_kwargs.top_k",
+        ],
+        |v| match v {
+            "1" | "1.0" | "-1" | "0" => Dropped("it is off here as well"),
+            _ => Lost(EVALUATES),
+        },
+    ),
     // verl and EasyR1: rewards.
     (&["custom_reward_function.path"], |_| Depends("custom_reward_function.name", scored_by)),
     (&["reward.custom_reward_function.path"], |_| Depends("reward.custom_reward_function.name", scored_by)),
@@ -278,9 +344,12 @@ pub(super) const TABLE: &[Row] = &[
         "-1" => Dropped("all checkpoints are kept"),
         _ => Becomes("save_total_limit", v.into()),
     }),
-    (&["trainer.logger"], |v| match v.contains("wandb") {
-        true => Becomes("report_to", "wandb".into()),
-        false => Dropped("metrics.jsonl has every number"),
+    (&["trainer.logger"], |v| {
+        let known: Vec<&str> = ["tensorboard", "wandb"].into_iter().filter(|name| v.contains(name)).collect();
+        match known.is_empty() {
+            false => Becomes("report_to", known.join(",")),
+            true => Dropped("metrics.jsonl has every number"),
+        }
     }),
     (&["trainer.resume_mode"], |v| match v {
         "disable" => Becomes("resume_from_checkpoint", "never".into()),
@@ -330,7 +399,12 @@ pub(super) fn dotted(word: &str) -> Option<(&str, &str)> {
 fn rows(v: &str) -> Fate {
     let files = listed(v);
     if files.contains('#') {
-        return Refused("a number of rows after `#` is unsupported; use `dataset_use` with `%`");
+        let name = |file: &str| file.split('#').next().unwrap_or_default().to_owned();
+        let files: Vec<String> = files.split(',').map(name).collect();
+        return Partly(
+            vec![("train_file", files.join(","))],
+            "all rows are used; for a share of them, use `dataset_use` with `%`",
+        );
     }
     match files.split_once('@') {
         Some((_, rest)) if rest.contains(',') => Refused(SPLITS),
@@ -348,6 +422,19 @@ fn listed(v: &str) -> String {
     items.collect::<Vec<_>>().join(",")
 }
 
+/// Reads the replacement of groups whose rewards are all equal, with the number of batches that may be sampled for a step.
+fn resampled(filters: &str, most: &str) -> Fate {
+    const MOST: i64 = 64;
+    match (on(filters), most.parse::<i64>()) {
+        (Some(true), Ok(most)) if (1..=MOST).contains(&most) => {
+            Becomes("max_resample_times", most.to_string())
+        }
+        // There is no limit.
+        (Some(true), _) => Becomes("max_resample_times", MOST.to_string()),
+        _ => Dropped("groups are replaced only by `max_resample_times`"),
+    }
+}
+
 /// Drops a setting of a reward if its value equals the fixed value of this program.
 fn given(v: &str, fixed: &[&str]) -> Fate {
     if fixed.contains(&v) { Dropped("the reward uses this value") } else { Refused(LENGTHS) }
@@ -358,6 +445,24 @@ fn tune(setting: &'static str, frozen: &str) -> Fate {
     match on(frozen) {
         Some(frozen) => Becomes(setting, (!frozen).to_string()),
         None => Refused("use true or false"),
+    }
+}
+
+/// Converts ms-swift's switch of a part. With adapters, a part that is not frozen gets them too.
+fn part(setting: &'static str, frozen: &str, tuner: Option<&str>) -> Fate {
+    match (tuner, on(frozen)) {
+        (Some("lora"), Some(false)) => {
+            Lost("name the layers of this part in `lora_target_modules` besides those of the language model")
+        }
+        _ => tune(setting, frozen),
+    }
+}
+
+/// Converts the switch of the tower in verl and EasyR1, beside the rank of adapters.
+fn tower(frozen: &str, rank: Option<&str>) -> Fate {
+    match rank {
+        Some(rank) if rank != "0" => Dropped("only the adapters are trained"),
+        _ => tune("tune_mm_vision", frozen),
     }
 }
 

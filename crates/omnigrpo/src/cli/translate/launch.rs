@@ -1,0 +1,194 @@
+//! Launchers: how many processes a script starts, and what each of them holds a part of.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use serde_json::Value as Json;
+
+/// The processes of a script.
+#[derive(Debug, Default)]
+pub struct Launch {
+    /// Processes of a machine, with the text that gives them.
+    pub processes: Option<(u64, String)>,
+    /// Machines.
+    pub machines: u64,
+    /// Value of `shard`, with the text that gives it.
+    pub shard: Option<(&'static str, String)>,
+    /// True if the state of the optimizer is in main memory.
+    pub offloads: bool,
+    /// What the script does not say.
+    pub open: Vec<String>,
+}
+
+/// Values of `shard` by the stage of ZeRO.
+const STAGES: [&str; 4] = ["none", "optimizer", "gradients", "weights"];
+
+/// Number of a setting: a positive integer.
+fn number(text: &str) -> Option<u64> {
+    text.parse().ok().filter(|&n| (1..=4096).contains(&n))
+}
+
+/// Reads a launcher: its words before the script, and its environment. `read` returns the text of a file.
+pub fn of(
+    launcher: &[String],
+    environment: &HashMap<String, String>,
+    read: &impl Fn(&Path) -> Option<String>,
+) -> Launch {
+    let mut launch = Launch { machines: 1, ..Launch::default() };
+    let option = |names: &[&str]| {
+        launcher.iter().enumerate().find_map(|(at, word)| {
+            let (name, value) = match word.strip_prefix('-')?.trim_start_matches('-').split_once('=') {
+                Some((name, value)) => (name.replace('-', "_"), Some(value.to_owned())),
+                None => (word.trim_start_matches('-').replace('-', "_"), launcher.get(at + 1).cloned()),
+            };
+            names.contains(&name.as_str()).then(|| Some((format!("--{name}"), value?))).flatten()
+        })
+    };
+    let variable = |name: &str| {
+        // `env NAME=VALUE command`.
+        let own = launcher.iter().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+        own.map(str::to_owned)
+            .or_else(|| environment.get(name).cloned())
+            .map(|value| (name.to_owned(), value))
+    };
+    let starts = |program: &str| launcher.iter().any(|word| word.rsplit('/').next() == Some(program));
+    let uses_accelerate = starts("accelerate");
+    let mut all = None;
+    if let Some((_, file)) = option(&["config_file"]).filter(|_| uses_accelerate) {
+        match read(Path::new(&file)).and_then(|text| serde_saphyr::from_str::<Json>(&text).ok()) {
+            Some(json) => all = launch.accelerate(&json, &file),
+            None => {
+                // Files of projects are named after what they set.
+                launch.stage_by_name(&file);
+                launch.open.push(format!(
+                    "{file}, a settings file of accelerate, was not found; write its `num_processes` as `nproc_per_node`."
+                ));
+            }
+        }
+    }
+    if let Some((_, stage)) = option(&["zero_stage"])
+        && let Some(&shard) = stage.parse().ok().and_then(|stage: usize| STAGES.get(stage))
+    {
+        launch.shard = Some((shard, format!("`--zero_stage {stage}`")));
+    }
+    if let Some((_, strategy)) = option(&["fsdp_sharding_strategy"]) {
+        launch.shard = fsdp(&strategy).map(|shard| (shard, format!("`--fsdp_sharding_strategy {strategy}`")));
+    }
+    let machines = option(&["nnodes", "num_nodes", "num_machines"]).or_else(|| variable("NNODES"));
+    if let Some((name, value)) = machines {
+        // `--nnodes=MIN:MAX` of torchrun.
+        match number(value.split(':').next().unwrap_or_default()) {
+            Some(machines) => launch.machines = machines,
+            None => launch.open.push(format!("The number of machines is unknown (`{name}` {value}).")),
+        }
+    }
+    let told = option(&["num_processes"]).or(all).map(|(name, value)| {
+        // This number counts the processes of all machines.
+        let each = number(&value).map(|all| (all / launch.machines).max(1));
+        (name, each.map_or(value, |each| each.to_string()))
+    });
+    let told = option(&["num_processes"])
+        .is_none()
+        .then(|| option(&["nproc_per_node", "nproc", "num_gpus"]))
+        .flatten()
+        .or(told);
+    let told = told.or_else(|| variable("NPROC_PER_NODE"));
+    // DeepSpeed starts one process for each visible GPU.
+    let visible = || {
+        let (name, list) = option(&["include"]).or_else(|| variable("CUDA_VISIBLE_DEVICES"))?;
+        let list =
+            list.split_once(':').map_or(list.as_str(), |(_, list)| list).trim_matches(['\'', '"']).to_owned();
+        Some((name, list.split(',').filter(|id| !id.is_empty()).count().to_string()))
+    };
+    let told = told.or_else(|| visible().filter(|_| starts("deepspeed")));
+    match told {
+        Some((name, value)) => match number(&value) {
+            Some(processes) => launch.processes = Some((processes, format!("`{name}`"))),
+            None => launch.open.push(format!(
+                "The number of processes is unknown (`{name}` {value}); write it as `nproc_per_node`."
+            )),
+        },
+        None if (uses_accelerate || starts("deepspeed")) && launch.open.is_empty() => launch.open.push(
+            "The number of processes depends on the machine that the script is for; write it as `nproc_per_node`."
+                .to_owned(),
+        ),
+        None => {}
+    }
+    launch
+}
+
+/// Returns the value of `shard` for a strategy of FSDP.
+fn fsdp(strategy: &str) -> Option<&'static str> {
+    match strategy.to_ascii_uppercase().as_str() {
+        "FULL_SHARD" | "1" | "TRUE" | "HYBRID_SHARD" | "4" => Some("weights"),
+        "SHARD_GRAD_OP" | "2" | "FALSE" | "HYBRID_SHARD_ZERO2" | "5" => Some("gradients"),
+        _ => None,
+    }
+}
+
+impl Launch {
+    /// Reads a settings file of accelerate. Returns the number of all processes.
+    fn accelerate(&mut self, json: &Json, file: &str) -> Option<(String, String)> {
+        let text = |json: &Json| match json {
+            Json::String(text) => text.clone(),
+            other => other.to_string(),
+        };
+        if let Some(machines) = json.get("num_machines").and_then(|value| number(&text(value))) {
+            self.machines = machines;
+        }
+        let deepspeed = &json["deepspeed_config"];
+        let kind = text(&json["distributed_type"]).to_ascii_uppercase();
+        if kind == "DEEPSPEED" {
+            if let Some(&shard) =
+                deepspeed["zero_stage"].as_u64().and_then(|stage| STAGES.get(stage as usize))
+            {
+                self.shard = Some((shard, format!("`zero_stage` of {file}")));
+            }
+            self.offloads |= matches!(deepspeed["offload_optimizer_device"].as_str(), Some("cpu" | "nvme"));
+        }
+        if kind == "FSDP" {
+            let own = &json["fsdp_config"];
+            let strategy = ["fsdp_sharding_strategy", "fsdp_reshard_after_forward"]
+                .iter()
+                .find_map(|name| own.get(name));
+            let shard = strategy.and_then(|strategy| fsdp(&text(strategy))).unwrap_or("weights");
+            self.shard = Some((shard, format!("`fsdp_config` of {file}")));
+        }
+        let all = json.get("num_processes").map(&text)?;
+        Some((format!("num_processes of {file}"), all))
+    }
+
+    /// Sets what the processes hold a part of from the name of a file or a setting, such as zero3_offload.
+    fn stage_by_name(&mut self, name: &str) -> bool {
+        let own = name.rsplit('/').next().unwrap_or(name).to_ascii_lowercase();
+        let stage = own
+            .split_once("zero")
+            .and_then(|(_, rest)| rest.trim_start_matches(['_', '-']).chars().next()?.to_digit(10));
+        let found = stage.and_then(|stage| STAGES.get(stage as usize));
+        if let Some(&shard) = found {
+            self.shard = Some((shard, format!("the name {own}")));
+            self.offloads |= own.contains("offload") && !own.contains("no_offload");
+        } else if own.contains("fsdp") {
+            self.shard = Some(("weights", format!("the name {own}")));
+        }
+        found.is_some()
+    }
+
+    /// Reads the setting `deepspeed`: a file, or a name that stands for one.
+    pub fn deepspeed(&mut self, file: &str, read: &impl Fn(&Path) -> Option<String>) {
+        let json = read(Path::new(file)).and_then(|text| serde_json::from_str::<Json>(&text).ok());
+        match json {
+            Some(json) => {
+                let zero = &json["zero_optimization"];
+                if let Some(&shard) = zero["stage"].as_u64().and_then(|stage| STAGES.get(stage as usize)) {
+                    self.shard = Some((shard, format!("the stage in {file}")));
+                }
+                self.offloads |= matches!(zero["offload_optimizer"]["device"].as_str(), Some("cpu" | "nvme"));
+            }
+            None if self.stage_by_name(file) => {}
+            None => self.open.push(format!(
+                "{file}, a settings file of DeepSpeed, was not found; write its stage as `shard`."
+            )),
+        }
+    }
+}
