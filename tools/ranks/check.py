@@ -217,7 +217,7 @@ def differ(train, scratch):
     lora = ["--use_peft", "--lora_r", 4]
     done(train("adapter", 4, steps=1, more=lora))
     adapter = scratch / "adapter"
-    # What differs: settings of both ranks, those of the second one alone, and the name in the message.
+    # Each case has settings of both ranks, settings of the second one alone, and a part of the message.
     cases = {
         "seed": ([], ["--seed", 7], "seed: "),
         "rate": ([], ["--learning_rate", 1e-2], "learning_rate: 0.0001 on rank 0, 0.01 on rank 1"),

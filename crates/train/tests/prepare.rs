@@ -330,7 +330,7 @@ fn ranks_with_other_inputs_do_not_start() {
             }
         }
     };
-    // The same rows in another folder are the same.
+    // A copy of the rows in another folder makes no difference.
     let moved = |rank: usize, run: &mut Run| {
         if rank == 1 {
             run.dataset = Arc::new(dataset(&copy, other.path()));
