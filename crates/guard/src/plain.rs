@@ -103,7 +103,7 @@ fn next(text: &str) -> (Cow<'_, str>, &str) {
         return ("got the length ".into(), after);
     }
     if let Some(after) = text.strip_prefix("data did not match any variant of untagged enum ") {
-        return ("the value has none of the expected forms".into(), after_name(after));
+        return ("the value has another form than expected".into(), after_name(after));
     }
     if let Some(after) = text.strip_prefix("expected ") {
         if let Some((said, after)) =
@@ -152,7 +152,7 @@ mod tests {
             ),
             (
                 "data did not match any variant of untagged enum Stops",
-                "the value has none of the expected forms",
+                "the value has another form than expected",
             ),
             (
                 "invalid type: map, expected a mapping of f32 values",
