@@ -609,6 +609,7 @@ fn columns_can_be_named() {
             solution: name("info.gt"),
             image: name("picture"),
             video: name("clips"),
+            audio: None,
         },
         ..ReadOptions::default()
     };

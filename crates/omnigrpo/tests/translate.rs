@@ -94,8 +94,8 @@ fn settings(text: &str) -> Vec<Setting> {
     let setting = |line: &str| {
         let (name, value) = line.split_once(": ")?;
         // A comment stands behind a number sign; texts with one are in quotes.
-        let end = if value.starts_with('"') {
-            let quote = value[1..].match_indices('"').find(|(at, _)| !value[..1 + at].ends_with('\\'));
+        let end = if let Some(text) = value.strip_prefix('"') {
+            let quote = text.match_indices('"').find(|(at, _)| !text[..*at].ends_with('\\'));
             quote.map_or(value.len(), |(at, _)| at + 2)
         } else {
             value.find(" #").unwrap_or(value.len())

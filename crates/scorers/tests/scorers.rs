@@ -420,7 +420,7 @@ fn reward_model(name: &str) -> RewardModel {
 #[test]
 fn an_outline_is_checked_and_cannot_score() {
     let outline = FrozenWeights { is_outline: true, ..FrozenWeights::default() };
-    let load = |dir: &Path| RewardModel::load("judge", dir, outline, RenderOptions::default());
+    let load = |dir: &Path| RewardModel::load("judge", dir, outline.clone(), RenderOptions::default());
     let (turns, columns) = asked(&json!("How many?"));
     for name in ["qwen3", "roberta"] {
         let dir = golden("reward_models").join(name);

@@ -32,7 +32,7 @@ use omnigrpo_data::{Cause, Sample};
 use omnigrpo_guard::names::shown;
 use omnigrpo_guard::{Fault, fault, told};
 use omnigrpo_media::MediaError;
-use omnigrpo_models::{Limits, MAX_SAID_PARTS, MediaSettings, ModelError, check_said};
+use omnigrpo_models::{MAX_SAID_PARTS, MediaSettings, ModelError, check_said};
 use omnigrpo_rewards::{CallError, Caller, ExternalOptions, conversation};
 use omnigrpo_rollout::{
     Answer, AnswerPart, ENVIRONMENTS, Environment, Episode, EpisodeKey, ModelTurn, answer_calls, append,

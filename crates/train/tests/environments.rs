@@ -466,7 +466,7 @@ fn an_opening_has_the_bound_of_a_turn() {
     std::fs::write(&program, OPENS).unwrap();
     let spec = format!("cmd:python3 {}", program.display());
     let media = dir.path().join("media");
-    let opens = environment(&spec, media, &Limits::default(), &options()).unwrap();
+    let opens = environment(&spec, media, &MediaSettings::default(), &options()).unwrap();
     let cases = [
         ("letters 100", None),
         ("letters 1048577", Some("1048577 bytes of text, expected at most 1048576")),
@@ -493,7 +493,10 @@ fn an_opening_has_the_bound_of_a_turn() {
     // An environment in this program has the same bound.
     let grows = |bytes: usize| {
         let text = move || vec![AnswerPart::Text("x".repeat(bytes))];
-        let add = move |row: &mut Sample| Ok(append(row, text()));
+        let add = move |row: &mut Sample| {
+            append(row, text());
+            Ok(())
+        };
         let settings = PromptSettings { opening: Some(Opening(Arc::new(add))), ..PromptSettings::default() };
         let prompts = PromptBuilder::open(&checkpoint, settings).unwrap();
         prompts.add_opening(&mut RowReader::new("rows").sample(json!({ "prompt": "where?" })).unwrap())

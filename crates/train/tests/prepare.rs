@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use omnigrpo_models::{
-    Checkpoint, Limits, LoadOptions, LoraConfig, MediaSettings, Model, Prompt, PromptBuilder, PromptSettings,
+    Checkpoint, LoadOptions, LoraConfig, MediaSettings, Model, Prompt, PromptBuilder, PromptSettings,
     QuantBits, TensorDigests, WeightDtype,
 };
 use omnigrpo_observe::{Console, Metric, RunLock, Trackers};
@@ -397,7 +397,8 @@ fn one_bit_of_a_weight_is_found_however_weights_are_held() {
         plan.lora = Some(LoraConfig { rank: 2, ..LoraConfig::default() });
         run.selection = Selection::NONE;
     };
-    let cases: [(&str, &(dyn Fn(&mut Run) + Sync)); 6] = [
+    type Case<'a> = (&'a str, &'a (dyn Fn(&mut Run) + Sync));
+    let cases: [Case; 6] = [
         ("whole", &|_| {}),
         ("reference in the files", &|run| run.algorithm.loss.beta = 0.04),
         ("cut", &|run| (run.algorithm.split.shard, run.algorithm.split.least_cut) = (Shard::Weights, 0)),

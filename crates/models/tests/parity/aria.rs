@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use omnigrpo_media::aria::AriaProcessor;
-use omnigrpo_media::{Limits as MediaLimits, load_image};
+use omnigrpo_media::{Limits as MediaLimits, Orientation, load_image};
 use omnigrpo_models::{
     Checkpoint, Features, GroupStream, LoadOptions, MediaSettings, MediumShape, Memories, Model,
     PackedStream, Prompt, Quantization, RouterPlan, Training, WeightDtype,
@@ -105,8 +105,12 @@ fn pictures_of_the_published_sizes_equal_transformers() {
     assert_eq!(pictures.len(), 8);
     for row in pictures {
         let what = format!("{} {} {}", row[0], row[1], row[2]);
-        let image =
-            load_image(&golden("media").join(row[0].as_str().unwrap()), &MediaLimits::default()).unwrap();
+        let image = load_image(
+            &golden("media").join(row[0].as_str().unwrap()),
+            Orientation::default(),
+            &MediaLimits::default(),
+        )
+        .unwrap();
         let own = processor(&row[1], row[2].as_bool().unwrap());
         let (data, side) = (own.process_image(&image).unwrap(), own.side_px as usize);
         let [colours, masks] = planes(&data, side);

@@ -554,7 +554,8 @@ fn changed_settings_go_on_where_that_is_allowed() {
 /// reports it, and so does the next one, which changes it back.
 #[test]
 fn changes_that_round_are_reported() {
-    let changes: [(&str, fn(&mut TrainSetup), &str); 2] = [
+    type Change = (&'static str, fn(&mut TrainSetup), &'static str);
+    let changes: [Change; 2] = [
         ("recompute", |s| s.algorithm.recompute = true, "Algorithm::recompute: false → true"),
         ("streams", |s| s.algorithm.max_stream_tokens = Some(40), "Algorithm::max_stream_tokens: 4096 → 40"),
     ];

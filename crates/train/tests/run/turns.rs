@@ -3,7 +3,7 @@
 use std::sync::atomic::AtomicUsize;
 
 use omnigrpo_data::{Cause, MediumSource, Sample};
-use omnigrpo_models::Opening;
+use omnigrpo_models::{Limits, Opening, Orientation};
 use omnigrpo_rollout::{Answer, AnswerPart, Environment, Episode, EpisodeKey, Interaction, ModelTurn};
 use omnigrpo_text::{MediumKind, Part, Role};
 
@@ -47,7 +47,7 @@ impl Episode for Shows {
             path.clone_from(own);
         }
         if let Some(folder) = &self.folder {
-            let picture = omnigrpo_media::load_image(&path, &omnigrpo_models::Limits::default())?;
+            let picture = omnigrpo_media::load_image(&path, Orientation::default(), &Limits::default())?;
             path = omnigrpo_rollout::store_picture(folder, &picture)?;
         }
         let parts =

@@ -401,7 +401,7 @@ impl Shell {
                 (Status::No, _) => {}
                 (Status::Unknown | Status::Ran, Some(condition)) => {
                     let bodies = std::iter::once(&clause.then).chain(elses.iter().map(|branch| &branch.body));
-                    if bodies.into_iter().any(|body| list_matters(body)) {
+                    if bodies.into_iter().any(list_matters) {
                         self.undecided(clause.loc.start.line, &condition.to_string(), "its branch counts");
                     }
                     return self.list(body);
