@@ -109,7 +109,6 @@ pub const VERL: System = System {
         ("data.train_batch_size", "1024"),
         ("data.max_prompt_length", "512"),
         ("data.max_response_length", "512"),
-        ("data.prompt_key", "prompt"),
         // `verl/trainer/config/actor/actor.yaml`.
         ("actor_rollout_ref.actor.ppo_mini_batch_size", "256"),
         ("actor_rollout_ref.actor.ppo_epochs", "1"),
