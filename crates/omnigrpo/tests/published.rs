@@ -246,7 +246,7 @@ fn vlm_r1_gui_needs_its_processes() {
         2,
         &["do not form complete groups", "4 completions, `num_generations` 8", "give `--nproc_per_node 8`"],
     );
-    two_steps(&place, "vlm-r1", VLM_R1_GUI, "--nproc_per_node 2 --threads 1");
+    two_steps(&place, "vlm-r1", VLM_R1_GUI, "--nproc_per_node 2");
 }
 
 #[test]

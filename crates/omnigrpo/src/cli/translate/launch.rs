@@ -16,7 +16,7 @@ pub struct Launch {
     pub shard: Option<(&'static str, String)>,
     /// True if the state of the optimizer is in main memory.
     pub offloads: bool,
-    /// What the script does not say.
+    /// Lines about numbers that the script does not have.
     pub open: Vec<String>,
 }
 

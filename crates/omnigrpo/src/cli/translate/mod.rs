@@ -553,6 +553,12 @@ fn write(source: Source, file: &str, read: &impl Fn(&Path) -> Option<String>) ->
             is_open.then(|| "fill in what begins with `$`, or stands in backquotes or angles".to_owned());
         this.draft.put(flag.name, value, source.into_iter().chain(difference).chain(fill).collect());
     }
+    // Columns with these names are read in any case, and rows without such media lack them.
+    for (name, own) in [("image_column", "images"), ("video_column", "videos")] {
+        if this.draft.value(name) == Some(&Value::Text(own.to_owned())) {
+            this.draft.take(name);
+        }
+    }
     if let Some((Value::Text(file), _)) = this.draft.take("deepspeed") {
         launch.deepspeed(&file, read);
     }

@@ -6,15 +6,15 @@ pub struct System {
     pub name: &'static str,
     /// Preset with its defaults; empty if there is none.
     pub preset: &'static str,
-    /// Its defaults by its own names, which mean what they mean in a script. Those that change nothing here are left out.
+    /// Defaults by the names of the trainer. They mean the same as in a script. Those that change nothing here are left out.
     pub defaults: &'static [(&'static str, &'static str)],
     /// Environment variables that it reads as settings, with the name of the setting.
     pub variables: &'static [(&'static str, &'static str)],
-    /// What sets its batch and its steps.
+    /// Unit of its batch and its steps.
     pub counts: Counts,
 }
 
-/// What a trainer counts.
+/// Units of a trainer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Counts {
     /// A batch belongs to each process, and a step is an update.
@@ -109,9 +109,6 @@ pub const VERL: System = System {
         ("data.train_batch_size", "1024"),
         ("data.max_prompt_length", "512"),
         ("data.max_response_length", "512"),
-        ("data.prompt_key", "prompt"),
-        ("data.image_key", "images"),
-        ("data.video_key", "videos"),
         // `verl/trainer/config/actor/actor.yaml`.
         ("actor_rollout_ref.actor.ppo_mini_batch_size", "256"),
         ("actor_rollout_ref.actor.ppo_epochs", "1"),
@@ -158,8 +155,6 @@ pub const EASY_R1: System = System {
         // `examples/config.yaml`, which its scripts name.
         ("data.prompt_key", "problem"),
         ("data.answer_key", "answer"),
-        ("data.image_key", "images"),
-        ("data.video_key", "videos"),
         ("data.video_fps", "2.0"),
         ("data.max_prompt_length", "2048"),
         ("data.max_response_length", "2048"),

@@ -54,7 +54,7 @@ pub struct Line {
 pub struct Script {
     /// Commands in their order.
     pub lines: Vec<Line>,
-    /// What could not be decided, one sentence each.
+    /// One sentence about each condition that could not be decided.
     pub notes: Vec<String>,
 }
 

@@ -75,7 +75,7 @@ impl Words {
     }
 }
 
-/// What spaces in a value do.
+/// Effect of spaces in a value.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Spaces {
     /// They separate words.
