@@ -392,7 +392,9 @@ def lost(name, launcher, train, scratch):
     within 30 seconds, with status 75 where somebody can see it, and the same command resumes. The run ends with the bytes of one process."""
     out, folder = scratch / f"lost-{name}", scratch / f"mpirun-{name}"
     folder.mkdir()
-    (folder / "mpirun").symlink_to(shutil.which(launcher[0]))
+    # MPICH looks for its other programs beside this one, so it cannot be a link.
+    (folder / "mpirun").write_text(f'#!/bin/sh\nexec {shutil.which(launcher[0])} "$@"\n')
+    (folder / "mpirun").chmod(0o755)
     environment = {**os.environ, **ROOT, "PATH": f"{folder}:{os.environ['PATH']}"}
     # The number of steps changes a learning rate that decays.
     longer = {"longest": 64, "more": ["--lr_scheduler_type", "constant"]}
