@@ -5,7 +5,7 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use libfuzzer_sys::fuzz_target;
 use omnigrpo_data::{Cause, RowReader, Sample};
-use omnigrpo_models::{Limits, MAX_SAID_BYTES, MAX_SAID_PARTS};
+use omnigrpo_models::{MAX_SAID_BYTES, MAX_SAID_PARTS, MediaSettings};
 use omnigrpo_rollout::{Answer, AnswerPart, Environment, EpisodeKey, ModelTurn};
 use omnigrpo_text::{Part, tool_calls};
 use omnigrpo_train::{Peer, environment_of};
@@ -39,7 +39,8 @@ static SETUP: LazyLock<Setup> = LazyLock::new(|| {
     omnigrpo_fuzz::let_guarded_panics_pass();
     let (says, folder) = (Arc::new(Says::default()), tempfile::tempdir().expect("a folder"));
     let media = folder.path().join("media");
-    let environment = environment_of(says.clone(), media, &Limits::default(), None).expect("an environment");
+    let settings = MediaSettings::default();
+    let environment = environment_of(says.clone(), media, &settings, None).expect("an environment");
     let row = RowReader::new("rows").sample(json!({ "prompt": "?" })).expect("a row");
     Setup { says, environment, row, _folder: folder }
 });

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
 use omnigrpo_media::audio::{AudioRange, probe_audio, read_audio};
-use omnigrpo_media::{Limits, VideoSource, load_image, load_image_bytes, probe_image, probe_video};
+use omnigrpo_media::{Limits, Orientation, VideoSource, load_image, load_image_bytes, probe_image, probe_video};
 
 static FOLDER: LazyLock<tempfile::TempDir> = LazyLock::new(|| tempfile::tempdir().expect("a folder"));
 static LIMITS: LazyLock<Limits> = LazyLock::new(|| Limits {
@@ -41,9 +41,10 @@ fuzz_target!(init: omnigrpo_fuzz::let_guarded_panics_pass(), |bytes: &[u8]| {
 
 /// Checks that a picture has the size that its header states, from a file and from memory.
 fn pictures(path: &Path, bytes: &[u8]) {
-    let Ok(image) = load_image_bytes("fuzz", bytes, &LIMITS) else { return };
+    let Ok(image) = load_image_bytes("fuzz", bytes, Orientation::Upright, &LIMITS) else { return };
     assert!(u64::from(image.width_px) * u64::from(image.height_px) <= LIMITS.max_pixels);
     let info = probe_image(path, &LIMITS).expect("a header");
-    assert_eq!((info.width_px, info.height_px), (image.width_px, image.height_px));
-    assert_eq!(load_image(path, &LIMITS).expect("the same picture").pixels, image.pixels);
+    assert_eq!(info.size_px(Orientation::Upright), [image.width_px, image.height_px]);
+    let again = load_image(path, Orientation::Upright, &LIMITS).expect("the same picture");
+    assert_eq!(again.pixels, image.pixels);
 }

@@ -52,7 +52,8 @@ fuzz_target!(|texts: Texts<'_>| {
         media: &[],
         key: RowKey { seed: 1, step: 2, row: 3, sample: 4 },
         truncated: false,
-        added_turns: 0, is_text: false,
+        added_turns: 0,
+        is_text: false,
     };
     // The set returns a panic inside a reward as an error.
     SETS[usize::from(texts.mode) % SETS.len()].score(&[input]).expect("a score for every text");

@@ -386,7 +386,7 @@ struct Line {
 }
 
 /// File name of the cache. Its number goes up when [`MediumInfo`] or the meaning of its fields changes.
-const CACHE_NAME: &str = "media-headers-1.jsonl";
+const CACHE_NAME: &str = "media-headers-2.jsonl";
 /// Largest size of the cache file, bytes: about a million entries. A larger file is replaced by an empty one.
 const MAX_CACHE_BYTES: u64 = 256 << 20;
 

@@ -142,7 +142,7 @@ pub struct UnreadMedia {
     pub setting: Setting,
     /// Number of sampled rows in which the column looks like media.
     pub rows: u64,
-    /// Number of these rows without another medium of this kind.
+    /// Number of these rows without another medium of this kind; for pictures, also without a clip.
     pub lost: u64,
     /// Number of sampled rows.
     pub sampled: u64,
@@ -476,7 +476,10 @@ impl Dataset {
             let unread = formats::unread(columns, &self.context(part));
             let read = if unread.is_empty() { None } else { self.get(row).ok() };
             for Unread { column, kind, setting } in unread {
-                let is_read = read.iter().flat_map(|sample| &sample.media).any(|medium| medium.kind == kind);
+                // A picture beside a clip is mostly a preview of it.
+                let stands_in = |own| own == kind || (own, kind) == (MediumKind::Video, MediumKind::Image);
+                let is_read =
+                    read.iter().flat_map(|sample| &sample.media).any(|medium| stands_in(medium.kind));
                 let new = || UnreadMedia { column: column.clone(), kind, setting, rows: 0, lost: 0, sampled };
                 let one = found.entry((column.clone(), kind)).or_insert_with(new);
                 one.rows += 1;

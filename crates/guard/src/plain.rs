@@ -10,7 +10,7 @@ const MARKS: [&str; 4] =
     ["invalid type: ", "invalid value: ", "invalid length ", "did not match any variant of untagged enum "];
 
 /// Names of what was found, after "invalid type: " or "invalid value: ".
-const FOUND: [(&str, &str); 12] = [
+const FOUND: [(&str, &str); 16] = [
     ("boolean `", "`"),
     ("integer `", "`"),
     ("floating point `", "`"),
@@ -22,6 +22,10 @@ const FOUND: [(&str, &str); 12] = [
     ("newtype struct", "a value"),
     ("enum", "a name"),
     ("unit variant", "a name"),
+    ("newtype variant", "a name"),
+    ("tuple variant", "a name"),
+    ("struct variant", "a name"),
+    ("byte array", "bytes"),
     ("string ", "the text "),
 ];
 

@@ -220,14 +220,16 @@ fn a_ground_truth_in_a_column_of_another_name() {
         "8 rows with the columns problem, gt",
         "if it is in `gt`, add `--solution_column gt`",
     ];
-    place.run(&format!("{TRAIN} --train_file gt.jsonl")).fails(1, &parts);
-    place.run(&format!("{TRAIN} --train_file gt.jsonl --skip_data_check")).fails(1, &parts);
+    // The rows are all text.
+    let train = format!("{TRAIN} --allow_text_only");
+    place.run(&format!("{train} --train_file gt.jsonl")).fails(1, &parts);
+    place.run(&format!("{train} --train_file gt.jsonl --skip_data_check")).fails(1, &parts);
     assert!(!place.exists("run/rollouts"));
     place.run("eval --model M --eval_file gt.jsonl --max_completion_length 2").fails(1, &parts);
-    let check = place.run("data check --model M --train_file gt.jsonl").ok().stdout;
+    let check = place.run("data check --model M --train_file gt.jsonl --allow_text_only").ok().stdout;
     assert!(parts.iter().all(|part| check.contains(part)), "{check}");
     // Without the reward, or with some rows that it can read.
-    let format = place.run(&format!("{TRAIN} --train_file gt.jsonl --reward_funcs format")).ok();
+    let format = place.run(&format!("{train} --train_file gt.jsonl --reward_funcs format")).ok();
     assert!(
         format.stderr.contains("no question asks for the tags that the reward `format` wants"),
         "{}",
@@ -236,7 +238,7 @@ fn a_ground_truth_in_a_column_of_another_name() {
     place.write("some.jsonl", format!("{rows}{{\"problem\": \"1?\", \"solution\": \"1\"}}\n"));
     let some = place
         .run(&format!(
-            "{TRAIN} --train_file some.jsonl --question_template default --resume_from_checkpoint never"
+            "{train} --train_file some.jsonl --question_template default --resume_from_checkpoint never"
         ))
         .ok();
     assert!(some.stderr.contains("the reward `accuracy` does not apply to 8 of 9 rows"), "{}", some.stderr);

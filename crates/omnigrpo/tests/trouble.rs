@@ -425,6 +425,7 @@ fn reward_programs_that_fail_are_named_with_their_rows() {
         ("cmd:false", 1, &["reward `false` failed", "the program ended (exit status: 1)"]),
         ("cmd:no-such-program", 2, &["cannot start `no-such-program`", "is it installed and on PATH?"]),
         ("cmd:cat", 1, &["reward `cat` failed", "the answer has neither `rewards` nor `error`"]),
+        ("cmd:bash few.sh", 1, &["reward `few`", "1 value(s) for 2 completions", "nothing was sampled yet"]),
         (
             "cmd:bash one.sh",
             1,
@@ -435,8 +436,12 @@ fn reward_programs_that_fail_are_named_with_their_rows() {
             ],
         ),
     ];
-    place.write("one.sh", r#"while read -r line; do id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [1]}"; done"#);
+    let answers = r#"while read -r line; do id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [VALUES]}"; touch tried; done"#;
+    place.write("few.sh", answers.replace("VALUES", "1"));
+    // It passes the trial before the run.
+    place.write("one.sh", answers.replace("VALUES", "$([ -e tried ] && echo 1 || echo 1, 0)"));
     for (reward, code, parts) in cases {
+        let _ = std::fs::remove_file(place.path("tried"));
         let line = "train --model M --train_file rows.jsonl --max_steps 1 --num_generations 2 --gradient_accumulation_steps 1 --max_completion_length 2 --reward_timeout_secs 1 --output_dir run";
         let failed = place.run_with(line, &["--reward_funcs", reward]);
         failed.fails(*code, parts);

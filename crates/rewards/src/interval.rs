@@ -13,7 +13,7 @@ use regex::{Captures, Regex};
 
 use crate::answer::Question;
 
-/// Pattern of one time, with nine groups: hours, minutes and seconds around colons; hours, minutes and seconds with units; minutes and
+/// Pattern of one time, with eight groups: hours, minutes and seconds around colons; hours, minutes and seconds with units; minutes and
 /// seconds with units; a number of seconds.
 const TIME: &str = r"(?:(?:([0-9]{1,4}):)?([0-9]{1,4}):([0-9]{2}(?:\.[0-9]+)?)|(?:([0-9]{1,9})\s?h(?:ours?|rs?)?\s?)?([0-9]{1,9}(?:\.[0-9]+)?)\s?m(?:in(?:ute)?s?)?(?:\s?([0-9]{1,9}(?:\.[0-9]+)?)\s?s(?:ec(?:ond)?s?)?)?|([0-9]{1,9}(?:\.[0-9]+)?)(?:\s?(s(?:ec(?:ond)?s?)?))?)";
 /// Number of groups of [`TIME`].
@@ -22,8 +22,7 @@ const GROUPS: usize = 8;
 // The expression is constant. If it did not compile, the first test would fail.
 static INTERVAL: LazyLock<Option<Regex>> = LazyLock::new(|| {
     let start = r#"(?i)(?:(from|between)\s+|"?start(?:[ _]time)?"?\s*[:=]?\s*)?"#;
-    let between =
-        r#"\.?["'\s]*(?:[-–—−~→]|->|to|and|until|till|,)["'\s]*(?:"?end(?:[ _]time)?"?\s*[:=]?\s*)?"#;
+    let between = r#"\.?["'\s]*([-–—−~→]|->|to|and|until|till|,)["'\s]*(?:"?end(?:[ _]time)?"?\s*[:=]?\s*)?"#;
     Regex::new(&format!(r"{start}{TIME}{between}{TIME}")).ok()
 });
 
@@ -31,7 +30,7 @@ static INTERVAL: LazyLock<Option<Regex>> = LazyLock::new(|| {
 struct Interval {
     /// Start and end, in seconds.
     secs: [f64; 2],
-    /// True if the text can mean nothing else: a unit, a colon, a word before it, or decimals on both sides.
+    /// True if the text can mean nothing else: a unit, a colon, a word before it, or decimals on both sides of a dash or of "to".
     is_marked: bool,
 }
 
@@ -65,14 +64,18 @@ fn last(text: &str) -> Option<Interval> {
 }
 
 fn interval(found: &Captures<'_>) -> Option<Interval> {
-    let (first, second) = (2, 2 + GROUPS);
+    // The group between the times is their separator.
+    let (first, separator, second) = (2, 2 + GROUPS, 3 + GROUPS);
     let secs = [seconds(found, first)?, seconds(found, second)?];
     let has_unit = |from: usize| (from..from + 6).chain([from + 7]).any(|group| found.get(group).is_some());
     let has_decimals = |from: usize| found.get(from + 6).is_some_and(|number| number.as_str().contains('.'));
+    // Two numbers with one of these between them may be a point or two solutions.
+    let is_list =
+        found.get(separator).is_some_and(|text| matches!(text.as_str().to_lowercase().as_str(), "," | "and"));
     let is_marked = found.get(1).is_some()
         || has_unit(first)
         || has_unit(second)
-        || (has_decimals(first) && has_decimals(second));
+        || (has_decimals(first) && has_decimals(second) && !is_list);
     Some(Interval { secs, is_marked })
 }
 
@@ -167,8 +170,16 @@ mod tests {
         {
             assert_eq!(suitable_rule("When?", gold), Some(AccuracyMode::TemporalIou), "{gold}");
         }
-        // A score of a match, a difference, a range of years, a sentence.
-        for gold in ["3-4", "28.1-13.4", "1914-1918", "it rains from 13.4s to 28.1s"] {
+        // A score of a match, a difference, a range of years, a sentence, two solutions, a point.
+        for gold in [
+            "3-4",
+            "28.1-13.4",
+            "1914-1918",
+            "it rains from 13.4s to 28.1s",
+            "1.5, 2.5",
+            "0.35, 0.62",
+            "1.5 and 2.5",
+        ] {
             assert_ne!(suitable_rule("When?", gold), Some(AccuracyMode::TemporalIou), "{gold}");
         }
         let accuracy = |completion: &str| {

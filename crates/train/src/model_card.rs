@@ -144,6 +144,8 @@ impl Card {
     fn text(&self) -> String {
         let mut text = format!("---\n{}---\n\n# {}\n\n", self.fields(), self.name);
         let Origin { name: base, revision } = &self.base;
+        // A card is published, so it does not show where a directory is.
+        let base = if revision.is_some() { base } else { base.rsplit('/').next().unwrap_or(base) };
         let at = revision.as_ref().map(|commit| format!(" at revision `{commit}`")).unwrap_or_default();
         let what = if self.adapter { "A LoRA adapter, trained on" } else { "Trained from" };
         let plural = if self.num_steps == 1 { "" } else { "s" };

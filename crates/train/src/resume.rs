@@ -32,6 +32,8 @@ const AT_THE_START: [&str; 2] = ["config.yaml", Corpus::FILE];
 
 /// Values of settings in checkpoints that do not name them: what programs did that had no such setting.
 pub const BEFORE: [(&str, &str); 1] = [("orientation", "stored")];
+/// Name of the size of micro-batches, on which some losses depend.
+pub const MICRO_BATCHES: &str = "prompts_per_micro_batch";
 
 /// Starting point of a run.
 pub(crate) enum Start {
@@ -371,6 +373,10 @@ fn differences(run: &RunPlan, state: &TrainerState) -> Vec<(String, String)> {
         if new.contains_key(name) {
             old.entry(name).or_insert_with(|| value.into());
         }
+    }
+    // Older checkpoints do not name it, and mostly had the same.
+    if let Some(same) = new.get(MICRO_BATCHES) {
+        old.entry(MICRO_BATCHES).or_insert_with(|| same.clone());
     }
     let each = alike::differences(&old, new).into_iter();
     each.map(|Difference { name, values }| {

@@ -44,7 +44,7 @@ class Callbacks:
             method = getattr(callback, event, None)
             returned = method(trainer.args, trainer.state, trainer.control, model=None, **kwargs) if method is not None else None
             if returned is not None and returned is not trainer.control:
-                for name, value in vars(returned).items():
+                for name, value in getattr(returned, "__dict__", {}).items():
                     if name.startswith("should_") and value:
                         setattr(trainer.control, name, value)
 

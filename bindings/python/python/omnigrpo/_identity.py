@@ -8,17 +8,24 @@ What a function changes itself is its state and does not count, so that an inter
 calls: variables and attributes that it assigns, and containers if it changes one.
 """
 
+import collections
+import datetime
+import decimal
 import dis
 import functools
 import hashlib
 import inspect
 import os
+import pathlib
+import re
 import site
 import sysconfig
 import types
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(...))
 _CONTAINERS = (list, tuple, set, frozenset, dict)
+# Values of the standard library whose text says all.
+_VALUES = (decimal.Decimal, pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta)
 # Methods by which a function changes a container.
 _CHANGES = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "popleft", "appendleft", "remove", "discard", "clear"}
 _INSTALLED = tuple(
@@ -75,6 +82,12 @@ class _Found:
             self.kind(name, value)
         elif type(value) in _CONTAINERS:
             self.container(name, value, state)
+        elif isinstance(value, re.Pattern):
+            self.put(name, "pattern", value.pattern, value.flags)
+        elif isinstance(value, _VALUES):
+            self.put(name, type(value).__name__, repr(value))
+        elif isinstance(value, (*_CONTAINERS, collections.deque)) and not _is_own(type(value)):
+            self.container(name, value, state)
         elif callable(getattr(value, "__wrapped__", None)):
             self.add(f"{name} wrapped", value.__wrapped__)
         elif _is_own(type(value)):
@@ -97,7 +110,8 @@ class _Found:
             return self.put(name, "state")
         self.put(name, type(value).__name__, len(value))
         if isinstance(value, (set, frozenset)):
-            return self.put(*sorted(map(repr, value)))
+            # The usual text of an object contains its address.
+            return self.put(*sorted(repr(one) if isinstance(one, (*_PLAIN, *_VALUES)) else type(one).__qualname__ for one in value))
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         for key, own in pairs:
             self.add(f"{name}[{key!r}]", own, state)

@@ -45,7 +45,11 @@ fn of_letters(columns: &Map<String, Value>) -> Option<Vec<Choice>> {
 /// as Python writes a list.
 fn list(value: &Value) -> Option<Vec<Choice>> {
     let choices: Vec<Choice> = match value {
-        Value::Array(list) => list.iter().map(one).collect::<Option<_>>()?,
+        Value::Array(list) => {
+            // Tables fill a list of choices with empty ones.
+            let given = list.iter().filter(|one| !one.is_null() && one.as_str() != Some(""));
+            given.map(one).collect::<Option<_>>()?
+        }
         Value::Object(map) => match (map.get("text"), map.get("label")) {
             (Some(Value::Array(texts)), Some(Value::Array(labels))) if texts.len() == labels.len() => {
                 let pairs = labels.iter().zip(texts);

@@ -155,8 +155,10 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
     let mut raw = raw_turns(&columns, context)?;
     let first = raw.iter().position(|turn| turn.role != Role::Assistant).unwrap_or(0);
     raw.drain(..first);
-    if let Some(system) =
-        present(&columns, "system").filter(|_| raw.iter().all(|turn| turn.role != Role::System))
+    if let Some(system) = present(&columns, "system")
+        // Many tables have an empty text where the model's own system turn is meant.
+        .filter(|system| system.as_str().is_none_or(|text| !text.trim().is_empty()))
+        .filter(|_| raw.iter().all(|turn| turn.role != Role::System))
     {
         let text = system.as_str().ok_or_else(|| column("system", system, "a text"))?;
         raw.insert(

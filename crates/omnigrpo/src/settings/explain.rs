@@ -182,9 +182,6 @@ pub fn command(resolved: &Resolved) -> String {
             (Kind::Paths(_), Value::Texts(texts)) => texts.iter().map(|text| name_of(text)).collect(),
             (_, Value::Texts(texts)) => texts,
             (Kind::Path, Value::Text(text)) => vec![name_of(&text)],
-            (_, Value::Text(text)) if flag.name == "model_name_or_path" && is_place(&text) => {
-                vec![omnigrpo_models::Origin::of(Path::new(&text)).name]
-            }
             (_, Value::Text(text)) if is_place(&text) => vec![name_of(&text)],
             (_, Value::Floats(numbers)) => numbers.iter().map(f64::to_string).collect(),
             (_, other) => vec![plain(&other)],

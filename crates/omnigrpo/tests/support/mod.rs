@@ -8,6 +8,7 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 
 use serde_json::{Map, Value, json};
+use sha2::{Digest as _, Sha256};
 
 pub use omnigrpo_testkit::golden;
 
@@ -68,6 +69,19 @@ impl Place {
 
     pub fn write(&self, name: &str, content: impl AsRef<[u8]>) {
         fs::write(self.path(name), content).unwrap();
+    }
+
+    /// Rewrites a file of a checkpoint and its checksum, so that it does not count as damaged.
+    pub fn rewrite_of_checkpoint(&self, folder: &str, name: &str, content: &str) {
+        let sum = |text: &str| -> String {
+            Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect()
+        };
+        let (path, sums) = (format!("{folder}/{name}"), format!("{folder}/SHA256SUMS"));
+        let before = self.text(&sums);
+        let after = before.replace(&sum(&self.text(&path)), &sum(content));
+        assert_ne!(before, after);
+        self.write(&sums, after);
+        self.write(&path, content);
     }
 
     pub fn exists(&self, name: &str) -> bool {

@@ -696,6 +696,14 @@ impl Translated {
             let rate = if adapters { 1e-4 } else { 1e-5 };
             self.default("learning_rate", Value::Float(rate), "default of ms-swift".to_owned());
         }
+        // `swift/dataset/preprocessor/core.py` makes messages of every row.
+        if system.name == "ms-swift" && !self.draft.has("continue_text_prompts") {
+            self.default(
+                "continue_text_prompts",
+                Value::Bool(false),
+                "ms-swift makes turns of texts".to_owned(),
+            );
+        }
         let trains_adapters = self.draft.value("use_peft") == Some(&Value::Bool(true))
             || self.draft.has("adapter_name_or_path");
         let source = if system.name == "ms-swift" { system.name } else { "TRL" };

@@ -47,7 +47,8 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     let dataset = setup::input_rows(settings, input, true)?;
     super::infer::keep_inputs(output, [input.as_path()].into_iter().chain(dataset.files()))?;
     let keep = settings.io.keep;
-    let prompts = match &settings.model.name {
+    // Only this reward reads what the template opens.
+    let prompts = match settings.model.name.as_ref().filter(|_| !settings.lacks_reward("format")) {
         Some(_) => Some(setup::prompts(settings, &setup::checkpoint(settings)?, false)?),
         None => None,
     };

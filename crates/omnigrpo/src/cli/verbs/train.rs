@@ -14,8 +14,9 @@ use omnigrpo_ops::Device;
 use omnigrpo_ranks::Ranks;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    Algorithm, BEFORE, CardPlan, EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, Offload, Output,
-    Policy, Prepared, RecordPlan, ResumeFrom, ResumePlan, Run, RunPlan, RunSummary, Split, Trained, room,
+    Algorithm, BEFORE, CardPlan, EvalOptions, EvalPlan, MAX_LIVE, MICRO_BATCHES, Objective, Observer,
+    Offload, Output, Policy, Prepared, RecordPlan, ResumeFrom, ResumePlan, Run, RunPlan, RunSummary, Split,
+    Trained, room,
 };
 use serde_json::{Map, Value};
 
@@ -119,7 +120,7 @@ pub fn keep_orientation(resolved: &mut Resolved) {
     let why = match named {
         Some(_) => "the run resumes from a checkpoint with this setting",
         None => {
-            "the checkpoint to resume from is of a program that did not turn pictures and clips, and the model keeps the same pixels"
+            "the checkpoint to resume from is of a program that did not turn pictures and clips, and the model keeps the same pixels; `--orientation upright` turns them"
         }
     };
     resolved.notes.push(format!("using --{NAME} {kept}: {why}"));
@@ -452,10 +453,7 @@ fn binding(resolved: &Resolved, leaves: usize) -> Map<String, Value> {
     }
     if resolved.settings.algorithm.loss.aggregation == Aggregation::TokenMeanLocal {
         // The loss is a mean over micro-batches, so other ones give another loss.
-        out.insert(
-            "prompts_per_micro_batch".into(),
-            resolved.settings.algorithm.prompts_per_micro_batch.into(),
-        );
+        out.insert(MICRO_BATCHES.into(), resolved.settings.algorithm.prompts_per_micro_batch.into());
     }
     let digests = resolved.settings.rewards.caller_digests.iter();
     out.extend(digests.map(|(name, digest)| (format!("code of {name}"), digest.as_str().into())));
