@@ -806,7 +806,10 @@ fn a_bad_row_costs_only_itself() {
     assert_eq!(dataset.get(6).unwrap().question(), "seven");
     for row in 1..5 {
         let error = dataset.get(row).unwrap_err();
-        assert!(matches!(error.problem, RowProblem::Json(_)), "{error}");
+        match error.problem {
+            RowProblem::NoNumber { word } => assert_eq!((row, word), (4, "NaN")),
+            ref problem => assert!(row != 4 && matches!(problem, RowProblem::Json(_)), "{error}"),
+        }
         assert_eq!((error.row, error.line), (row, row + 1));
     }
     assert!(matches!(dataset.get(7).unwrap_err().problem, RowProblem::OutOfRange { len: 7 }));

@@ -99,12 +99,13 @@ impl Blas {
         // SAFETY: the address is valid.
         unsafe { (functions.cublasLtCreate)(&raw mut handle) }
             .result()
-            .map_err(|error| Error::Driver { call: "cublasLtCreate", what: error.to_string() })?;
+            .map_err(|error| Error::Driver { call: "cublasLtCreate", what: format!("{:?}", error.0) })?;
         Ok(Self { functions, handle, workspace, plans: Mutex::new(Recent::new(Self::MOST_PLANS)) })
     }
 
     pub(crate) fn product(&self, p: &Product, stream: CUstream) -> Result<()> {
-        let failed = |error: CublasError| Error::Product { m: p.m, n: p.n, k: p.k, what: error.to_string() };
+        let failed =
+            |error: CublasError| Error::Product { m: p.m, n: p.n, k: p.k, what: format!("{:?}", error.0) };
         // The lock is held until the product is queued. No other thread can then destroy its plan.
         let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
         let key = Key::new(p);

@@ -56,7 +56,15 @@ unsafe impl Send for Cuda {}
 unsafe impl Sync for Cuda {}
 
 fn said(call: &'static str) -> impl Fn(result::DriverError) -> Error {
-    move |error| Error::Driver { call, what: error.to_string() }
+    move |error| Error::Driver { call, what: described(&error) }
+}
+
+/// Returns the driver's name and description of an error.
+fn described(error: &result::DriverError) -> String {
+    match (error.error_name(), error.error_string()) {
+        (Ok(name), Ok(text)) => format!("{} ({})", name.to_string_lossy(), text.to_string_lossy()),
+        _ => format!("error {} of the driver", error.0 as u32),
+    }
 }
 
 /// A GPU, as the driver describes it.
@@ -162,7 +170,7 @@ impl Cuda {
             let name = name.clone();
             move |error: result::DriverError| match error.0 {
                 sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY | sys::CUresult::CUDA_ERROR_DEVICE_UNAVAILABLE => {
-                    Error::Occupied { name, what: error.to_string() }
+                    Error::Occupied { name, what: described(&error) }
                 }
                 _ => said(call)(error),
             }
@@ -225,7 +233,7 @@ impl Cuda {
             true => {
                 let recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
                 let kernels = recent.iter().copied().collect::<Vec<_>>().join(", ");
-                Error::Fault { call, what: error.to_string(), kernels }
+                Error::Fault { call, what: described(&error), kernels }
             }
             false => said(call)(error),
         }
@@ -497,7 +505,7 @@ impl Driver for Cuda {
         self.remember(launch.kernel);
         let fail = |error: result::DriverError| match is_fault(&error) {
             true => self.said("cuLaunchKernel")(error),
-            false => Error::Launch { kernel: launch.kernel.into(), what: error.to_string() },
+            false => Error::Launch { kernel: launch.kernel.into(), what: described(&error) },
         };
         let [x, y, z] = launch.grid.map(|n| n as u32);
         // SAFETY: the function belongs to a module that is never unloaded. The tests run the same calls on the emulator, which

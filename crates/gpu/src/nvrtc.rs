@@ -74,7 +74,7 @@ impl std::fmt::Debug for Nvrtc {
 }
 
 fn failed(call: &'static str, result: sys::nvrtcResult) -> Result<()> {
-    result.result().map_err(|error| Error::Driver { call, what: error.to_string() })
+    result.result().map_err(|error| Error::Driver { call, what: format!("{:?}", error.0) })
 }
 
 impl Nvrtc {

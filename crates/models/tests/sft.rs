@@ -188,5 +188,9 @@ fn a_template_cannot_rewrite_a_target() {
         example.turns[0].turn.text,
         "\n<|im_start|>user\n<tool_response>\n 7\n\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     );
-    assert!(prompts.build(&row).is_err(), "the whole conversation cannot be rendered without a change");
+    // A prompt has what the template writes.
+    let prompt = prompts.build(&row).unwrap();
+    let text = prompts.tokenizer().decode(&prompt.ids, false).unwrap();
+    let call = "<|im_start|>assistant\n<tool_call>{\"name\": \"zoom\"}</tool_call><|im_end|>\n";
+    assert!(text.contains(call) && !text.contains("look"), "{text}");
 }

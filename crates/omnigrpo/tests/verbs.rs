@@ -336,7 +336,7 @@ fn training_evaluates_held_out_rows() {
     place.write("ten.jsonl", rows);
     place
         .run(&format!(
-            "train --model M --train_file ten.jsonl --val_split_ratio 0.3 --eval_steps 1 --save_strategy best \
+            "train --model M --train_file ten.jsonl --allow_text_only --val_split_ratio 0.3 --eval_steps 1 --save_strategy best \
              --metric_for_best_model eval_rewards/random/mean --reward_funcs random,accuracy --output_dir split {SMALL}"
         ))
         .ok();
@@ -587,7 +587,7 @@ fn data_check_and_show() {
     );
     assert!(check.contains("solutions from "), "{check}");
     place.write("gt.jsonl", r#"{"ask": "2+3?", "gt": "5", "meta": {"ask": "1+1?"}}"#);
-    let files = "--model M --train_file gt.jsonl";
+    let files = "--model M --train_file gt.jsonl --allow_text_only";
     let check = place.run(&format!("data check {files} --prompt_column ask")).ok().stdout;
     assert!(
         check.contains("1 without a solution") && check.contains("columns of the rows: ask, gt, meta;"),
