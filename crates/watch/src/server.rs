@@ -875,9 +875,10 @@ mod tests {
     fn media_are_served_by_their_place_in_a_record() {
         let (directory, server) = run();
         let group = value(&server, "group?run=0&step=1&group=0");
+        // The run has no settings that name an orientation, so it is of a program that did not turn pictures.
         assert_eq!(
             group["media"][0],
-            json!({ "name": "dot.png", "mime": "image/png", "times": null, "heard": false })
+            json!({ "name": "dot.png", "mime": "image/png", "times": null, "heard": false, "stored": true })
         );
         assert!(group["media"][1]["error"].as_str().unwrap().contains("it is not a picture, clip or sound"));
         let url = format!("{}api/media?run=0&step=1&group=0&at=0", server.url());
