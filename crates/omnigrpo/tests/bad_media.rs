@@ -267,7 +267,7 @@ fn a_check_of_headers_that_is_stopped_keeps_what_it_knows() {
     );
     let path = format!("{}:{}", place.path("bin").display(), std::env::var("PATH").unwrap());
     let mut run = place.command(TRAIN).env("PATH", path).spawn().unwrap();
-    let cache = place.path("run/.cache/media-headers-1.jsonl");
+    let cache = place.path("run/.cache/media-headers-2.jsonl");
     let lines = || fs::read_to_string(&cache).unwrap_or_default().lines().count();
     let waited = Instant::now();
     while lines() < 2 && waited.elapsed() < Duration::from_secs(20) {

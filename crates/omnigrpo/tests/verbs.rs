@@ -373,7 +373,7 @@ fn training_evaluates_held_out_rows() {
     let greedy = "--max_completion_length 4 --category_column kind --threads 1";
     place
         .run(&format!(
-            "train --model M --dataset_use ten%50 {names} --eval_on_start --eval_steps 2 --num_generations 2 \
+            "train --model M --dataset_use ten%50 --allow_text_only {names} --eval_on_start --eval_steps 2 --num_generations 2 \
              --gradient_accumulation_steps 1 --max_steps 2 --output_dir named {greedy}"
         ))
         .ok();
@@ -991,14 +991,10 @@ fn a_model_of_the_hub_is_fetched_and_named() {
         (&config["base_model_name_or_path"], &config["revision"]),
         (&json!("me/tiny"), &json!(commit))
     );
-    // A directory is named by its path. Its own card names its base, which an adapter to it does not need.
+    // A card names a directory without its path. The directory's own card names its base, which an adapter to it does not need.
     place.run(&format!("{sft} on --model run")).ok();
     let card = place.text("on/README.md");
-    assert!(
-        card.contains("base_model: me/tiny\n")
-            && card.contains(&format!("Trained from `{}` with", place.path("run").display())),
-        "{card}"
-    );
+    assert!(card.contains("base_model: me/tiny\n") && card.contains("Trained from `run` with"), "{card}");
     place.run(&format!("{sft} adapter --model run --use_peft")).ok();
     let card = place.text("adapter/README.md");
     assert!(card.starts_with("---\nlibrary_name: peft\n") && !card.contains("base_model"), "{card}");
