@@ -15,7 +15,7 @@ fn score(reward: &str, row: &Value, completion: &str) -> Option<f64> {
         prompt: &question,
         turns: &sample.turns,
         completion,
-        completion_ids: &[],
+        completion_ids: &[1; 12],
         solution: sample.solution.as_deref(),
         columns: &sample.columns,
         think: sample.think,
