@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict
 class Settings(TypedDict, total=False):
     port: int
     served_model_name: str | float | bool
+    strict: bool
     input: str | PathLike[str]
     output: str | PathLike[str]
     keep: str | float | bool
@@ -108,6 +109,7 @@ class Settings(TypedDict, total=False):
     think: Literal["auto", "on", "off"]
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"]
     temporal_order_bonus: bool
+    length_bonus: bool
     compat: Sequence[Literal["s2_accuracy", "s3_accuracy", "s3_format", "s4_accuracy", "s4_format", "s4_explanation", "vlmr1_choice", "vlmr1_iou", "vlmr1_length"]] | Literal["s2_accuracy", "s3_accuracy", "s3_format", "s4_accuracy", "s4_format", "s4_explanation", "vlmr1_choice", "vlmr1_iou", "vlmr1_length"] | str | PathLike[str]
     reward_timeout_secs: float
     reward_workers: int
