@@ -152,7 +152,7 @@ def test_flags_of_callbacks_are_obeyed_or_refused(start, demo, tmp_path):
             seen.append(("end", state.global_step))
 
     rows = [{"prompt": [{"role": "user", "content": f"Which {i}?"}], "solution": "1"} for i in range(8)]
-    start(varied, rows, callbacks=[Ask()], eval_dataset=rows[:2]).train()
+    start(varied, rows, settings={"allow_text_only": True}, callbacks=[Ask()], eval_dataset=rows[:2]).train()
     assert seen == [
         ("begin", 1), ("end", 2), ("begin", 2), ("evaluate", 2, True), ("save", 2), ("evaluate", 3, True)
     ] and (tmp_path / "run/checkpoint-2").is_dir()
@@ -182,20 +182,20 @@ def test_text_prompts_stay_texts(start, demo, tmp_path, capfd):
         return [float(len(completion) % 5) for completion in completions]
 
     rows = [{"prompt": f"Count: {i},", "solution": "1"} for i in range(4)]
-    start(keep, rows, settings={"max_steps": 1}).train()
+    start(keep, rows, settings={"max_steps": 1, "allow_text_only": True}).train()
     prompts = {prompt for prompt, _ in seen}
     assert prompts <= {row["prompt"] for row in rows} and all(isinstance(said, str) for _, said in seen)
     # A function of a file gets the same.
     (tmp_path / "mine.py").write_text(
         "def mine(prompts, completions, **k):\n    assert isinstance(prompts[0], str), prompts\n    return [float(len(c) % 5) for c in completions]\n"
     )
-    start(f"{tmp_path}/mine.py:mine", rows, folder=tmp_path / "file", settings={"max_steps": 1}).train()
+    start(f"{tmp_path}/mine.py:mine", rows, folder=tmp_path / "file", settings={"max_steps": 1, "allow_text_only": True}).train()
     lines = [json.loads(line) for name in ("run", "file") for line in (tmp_path / name / "rollouts/step-000001.jsonl").read_text().splitlines()]
     assert [line["completion"] for line in lines[:16]] == [line["completion"] for line in lines[16:]]
     # Messages stay messages; so do texts if they are asked to be turns, and if there is a system text.
     for name, settings in (("turns", {"continue_text_prompts": False}), ("system", {"system_prompt": "Be brief."})):
         seen.clear()
-        start(keep, rows, folder=tmp_path / name, settings={"max_steps": 1, **settings}).train()
+        start(keep, rows, folder=tmp_path / name, settings={"max_steps": 1, "allow_text_only": True, **settings}).train()
         assert isinstance(seen[1][0], list) and isinstance(seen[1][1], list), name
     assert "prompts are texts: the chat template makes turns" in capfd.readouterr().err
 

@@ -137,7 +137,9 @@ class _Run(Calls):
         return logs
 
     def restore(self, steps):
-        """Add the numbers of the steps before those of this process to the log."""
+        """Add the numbers of the steps before those of this process to the log. Other processes than the first have none."""
+        if not self.state.is_world_process_zero:
+            return
         file = self.trainer.args.output_dir / "metrics.jsonl"
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
         earlier = [{name: value for name, value in row.items() if value is not None} for row in rows if row["step"] <= steps]
@@ -254,7 +256,7 @@ class GRPOTrainer:
                              "`chat_template_kwargs`")
         self._assigned = dict(self.args.settings)
         # A prompt that is a text is continued as it stands, as in TRL.
-        templated = self.args.settings.get("system_prompt") or tools or environment_factory
+        templated = self.args.settings.get("system_prompt") or self.args.settings.get("environment") or tools or environment_factory
         texts = {} if templated else {"continue_text_prompts": True}
         given = {**texts, **self.args.settings, "model_name_or_path": os.fspath(model)}
         self._settings, self._functions, self._environments = with_functions(given, reward_funcs, tools, environment_factory)
