@@ -213,7 +213,8 @@ async def reward(prompts, completions, completion_ids, factor, trainer_state, **
     let error = scores(&spec, &[("fail", None)]).unwrap_err().to_string();
     assert!(error.contains("ValueError: no such colour"), "{error}");
     let error = scores(&spec, &[("nan", None)]).unwrap_err().to_string();
-    assert!(error.contains("not JSON compliant"), "{error}");
+    let named = "the reward `reward` of row 0, completion 0 is nan, expected a finite number";
+    assert!(error.contains(named), "{error}");
 }
 
 /// The path and name of a function are a reward by themselves, called after the function.
