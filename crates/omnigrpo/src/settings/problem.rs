@@ -300,7 +300,7 @@ mod tests {
             }
             assert_eq!(messages.len(), num_messages, "{messages:?}");
             for message in messages {
-                // Messages of libraries are told without the names of their types.
+                // The user sees messages of libraries without the names of their types.
                 let message = omnigrpo_guard::plain(&message);
                 assert_eq!(told.matches(&*message).count(), 1, "{message:?} in {told}");
             }
