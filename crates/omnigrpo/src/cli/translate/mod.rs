@@ -1,7 +1,7 @@
 //! `translate`: turns the launch script or settings file of another trainer into a file for `train --config`.
 //!
-//! A script of a shell is read by [`shell`], a training script by [`python`]; neither is run. Its settings pass through the tables of
-//! [`crate::settings::foreign`], as on the command line. The result names for each setting what it comes from, and what is different
+//! A script of a shell is read by `shell`, a training script by `python`; neither is run. Its settings pass through the tables of
+//! `crate::settings::foreign`, as on the command line. The result names for each setting what it comes from, and what is different
 //! here. Settings without a counterpart follow in comments with the reason.
 
 mod launch;
