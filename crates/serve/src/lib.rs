@@ -35,7 +35,7 @@ use serde_json::{Value, json};
 pub use error::Error;
 use error::Refusal;
 use metrics::Metrics;
-use prepare::{Queue, Unprepared};
+use prepare::{Queue, Room, Unprepared};
 use reply::{Reply, Sink};
 use request::ChatRequest;
 
@@ -106,7 +106,7 @@ struct App {
     unprepared: Queue,
     arrivals: Sender<Arrival>,
     metrics: Metrics,
-    waiting_bytes: AtomicU64,
+    waiting_bytes: Arc<AtomicU64>,
     /// True if a large request or its media were freed since memory was last returned to the system.
     has_freed: AtomicBool,
     is_stopping: AtomicBool,
@@ -130,7 +130,7 @@ impl Server {
             unprepared: Queue::default(),
             arrivals: sender,
             metrics: Metrics::default(),
-            waiting_bytes: AtomicU64::new(0),
+            waiting_bytes: Arc::default(),
             has_freed: AtomicBool::new(false),
             is_stopping: AtomicBool::new(false),
             started: since.as_secs(),
@@ -463,13 +463,17 @@ impl App {
             own.metrics.disconnected.fetch_add(left, Relaxed);
         });
         self.metrics.waiting.fetch_add(1, Relaxed);
-        self.unprepared.push(Unprepared { plan, sender, errand, id, since, is_large });
+        let room = Room::take(&self.waiting_bytes, body.len() as u64);
+        self.unprepared.push(Unprepared { plan, sender, errand, id, since, is_large, room });
         Ok(answer)
     }
 
     /// Prepares the next request; returns false if there will be none.
     fn prepare_next(&self) -> bool {
-        let Some(Unprepared { plan, sender, errand, id, since, is_large }) = self.unprepared.pop() else {
+        // The body counts among the waiting bytes until its media do.
+        let Some(Unprepared { plan, sender, errand, id, since, is_large, room: _room }) =
+            self.unprepared.pop()
+        else {
             return false;
         };
         // A panic concerns this request alone.

@@ -4,7 +4,8 @@
 //! ends: downloads and decoders stop, and a request that waits leaves the queue.
 
 use std::collections::VecDeque;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use omnigrpo_guard::Errand;
@@ -25,6 +26,27 @@ pub(crate) struct Unprepared {
     pub(crate) since: Instant,
     /// True if the request takes much memory, with its media.
     pub(crate) is_large: bool,
+    /// Room that its body takes among the waiting bytes.
+    pub(crate) room: Room,
+}
+
+/// Bytes of a waiting request, which count until this value is dropped.
+pub(crate) struct Room {
+    waiting: Arc<AtomicU64>,
+    bytes: u64,
+}
+
+impl Room {
+    pub(crate) fn take(waiting: &Arc<AtomicU64>, bytes: u64) -> Self {
+        waiting.fetch_add(bytes, Relaxed);
+        Self { waiting: Arc::clone(waiting), bytes }
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        self.waiting.fetch_sub(self.bytes, Relaxed);
+    }
 }
 
 /// Requests in the order of their arrival.
@@ -76,5 +98,19 @@ impl Queue {
         waiting.is_closed = true;
         self.changed.notify_all();
         std::mem::take(&mut waiting.requests)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_waiting_body_counts_until_its_request_is_gone() {
+        let waiting = Arc::new(AtomicU64::new(5));
+        let rooms = [Room::take(&waiting, 7), Room::take(&waiting, 11)];
+        assert_eq!(waiting.load(Relaxed), 23);
+        drop(rooms);
+        assert_eq!(waiting.load(Relaxed), 5);
     }
 }
