@@ -18,6 +18,9 @@ use crate::settings::{Problem, Settings, flags, rules};
 /// Length of the longest bar, columns.
 const BAR: u64 = 40;
 
+/// Width of the names of parts, columns.
+const PART: usize = 22;
+
 /// A run with some flags changed.
 struct Way {
     flags: Flags,
@@ -382,7 +385,9 @@ fn ways(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Re
         let Ok(need) = prepared.memory(&variant) else { continue };
         ways.push(Way { flags, need });
     }
-    let totals = |need: &Need| [need.memory.total(), need.main.map_or(0, |main| main.total())];
+    // What the program itself takes is measured and varies from one moment to the next; no flag changes it.
+    let total = |memory: &Memory| memory.total() - memory.program;
+    let totals = |need: &Need| [total(&need.memory), need.main.as_ref().map_or(0, total)];
     let base = totals(&prepared.forecast().need);
     // A flag that saves less than one percent is not worth a line.
     ways.retain(|way| totals(&way.need).into_iter().zip(base).any(|(own, base)| own < base - base / 100));
@@ -463,7 +468,6 @@ pub fn changed(resolved: &Resolved, flags: &[(&'static str, String)]) -> Option<
 
 fn table(forecast: &Forecast, ways: &[Way], ranks: usize) -> String {
     let memory = &forecast.need.memory;
-    let width = ways.iter().map(|way| typed(&way.flags).len()).max().unwrap_or(0).max(22);
     let when = match memory.peak {
         Phase::Rollout => "a rollout",
         Phase::Update => "an update",
@@ -471,15 +475,17 @@ fn table(forecast: &Forecast, ways: &[Way], ranks: usize) -> String {
     };
     let whose = if ranks == 1 { "this run".to_owned() } else { format!("each of {ranks} ranks") };
     let mut out = format!("memory of {whose}, with its longest rows, in {when}\n\n");
-    let bars = Bars::new(memory, forecast.limit, width);
+    let bars = Bars::new(memory, forecast.limit, PART);
     out.push_str(&bars.parts(memory, forecast.limit));
     if let Some(main) = &forecast.need.main {
         out.push_str("\nits main memory\n\n");
-        out.push_str(&Bars::new(main, forecast.main_limit, width).parts(main, forecast.main_limit));
+        out.push_str(&Bars::new(main, forecast.main_limit, PART).parts(main, forecast.main_limit));
     }
     if !ways.is_empty() {
         out.push_str("\nwith other flags\n\n");
     }
+    let width = ways.iter().map(|way| typed(&way.flags).len()).max().unwrap_or(0).max(PART);
+    let bars = Bars { width, ..bars };
     for way in ways {
         let note = if forecast.allows(&way.need) { "  fits" } else { "" };
         out.push_str(&bars.line(&typed(&way.flags), way.need.memory.total(), note));
