@@ -27,6 +27,11 @@ mod glibc {
         ASKED.store(end(), Ordering::Relaxed);
     }
 
+    pub(crate) fn share() {
+        // SAFETY: only sets a tuning parameter, which glibc reads when a thread allocates for the first time.
+        unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
+    }
+
     /// Returns the end of the heap, rounded down to a page. The end only grows, because nothing is trimmed.
     fn end() -> usize {
         // SAFETY: both calls only read values.
@@ -104,4 +109,11 @@ pub(crate) fn trim() {
 pub(crate) fn keep() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     glibc::keep();
+}
+
+/// Lets all threads share one heap. Must be called before any thread is started. Otherwise glibc gives threads heaps of their own, and
+/// [`trim`] cannot return the free memory at the end of these.
+pub(crate) fn share() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    glibc::share();
 }

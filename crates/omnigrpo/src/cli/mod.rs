@@ -20,7 +20,7 @@ use omnigrpo_observe::Console;
 use omnigrpo_ranks::Launch;
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt as _};
 
-use crate::settings::{Problem, name_flags};
+use crate::settings::{Problem, Verb, name_flags};
 use arguments::Parsed;
 use ranks::Started;
 
@@ -56,7 +56,12 @@ pub fn run(args: impl IntoIterator<Item = OsString>, again: &[OsString]) -> u8 {
     };
     // This cannot fail: no other subscriber is set yet, since this is one of the program's first actions.
     let _ = tracing::subscriber::set_global_default(warnings(&console));
-    let problem = match arguments::parse(args.iter().cloned(), env) {
+    let parsed = arguments::parse(args.iter().cloned(), env);
+    // Clients choose how much memory their requests take, so a server returns all of it.
+    if matches!(&parsed, Ok(Parsed::Run(resolved)) if resolved.verb == Verb::Serve) {
+        heap::share();
+    }
+    let problem = match parsed {
         Ok(Parsed::Print(text)) => {
             // A closed pipe (`| head`) is not an error.
             if is_first {
