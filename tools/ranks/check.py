@@ -24,8 +24,9 @@ from pathlib import Path
 LIMIT_SECS = 600
 STEPS = 3
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-# A model of rewards in the published layout.
-JUDGE = Path(__file__).resolve().parents[2] / "crates/scorers/tests/golden/reward_models/bert"
+# Models of rewards in the published layout, a small one and one with a tensor of 40 kB.
+JUDGES = Path(__file__).resolve().parents[2] / "crates/scorers/tests/golden/reward_models"
+JUDGE = JUDGES / "bert"
 OPEN_MPI = ["mpirun.openmpi", "--bind-to", "none", "--oversubscribe", "-n", "2"]
 MPICH = ["mpirun.mpich", "-n", "2"]
 SHARDS = ["optimizer", "gradients", "weights"]
@@ -236,6 +237,7 @@ def differ(train, scratch):
         "rows": ([], ["--train_file", other_rows], "content of training file 1: other content on rank 1"),
         "fewer rows": ([], ["--train_file", fewer], f"training rows: {len(rows)} on rank 0, {len(rows) - 1} on rank 1"),
         "picture": ([], ["--train_file", picture], "media: other content on rank 1"),
+        "folder of pictures": (["--image_folders", demo / "data"], ["--image_folders", picture.parent], "media: other content on rank 1"),
         "template": ([], [changed(model, lambda to: template(to))], "of the model: other content on rank 1"),
         "configuration": ([], [changed(model, text("config.json", "{", "{ "))], "config.json of the model: other content on rank 1"),
         "weights": ([], [changed(model, scaled)], "tensor "),
@@ -258,17 +260,37 @@ def differ(train, scratch):
             expect(message in said and said.count("error: ") == 1, f"{what} under {name}: expected one message with {message}\n{said}")
             expect("rank 1 and rank 0 differ in " in said, f"{what} under {name}: no rank in {said}")
             expect(not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text(), f"{what}: a step was taken")
-    for what, second in {
-        "threads": ["--threads", 2],
-        "console": ["--logging_steps", 2, "--log_completions", "true"],
-        "memory": ["--mm_processor_cache_gb", 0],
-        "places": ["--train_file", own / "data/train.jsonl", "--model_name_or_path", own / "start-model"],
-        "patience": ["--ddp_timeout", 30],
-    }.items():
+    held_out = ["--eval_file", demo / "data/train.jsonl", "--eval_steps", 2]
+    for what, (both, second) in {
+        "threads": ([], ["--threads", 2]),
+        "console": ([], ["--logging_steps", 2, "--log_completions", "true"]),
+        "memory": ([], ["--mm_processor_cache_gb", 0]),
+        "places": ([], ["--train_file", own / "data/train.jsonl", "--model_name_or_path", own / "start-model"]),
+        "patience": ([], ["--ddp_timeout", 30]),
+        "folders of media": (["--image_folders", demo / "data", "--video_folders", demo / "data"],
+                             ["--image_folders", own / "data", "--video_folders", own / "data"]),
+        "evaluation": (held_out, ["--eval_file", own / "data/train.jsonl"]),
+    }.items():  # fmt: skip
         out = scratch / f"alike-{what}"
-        code, said = either(OPEN_MPI, train(out.name, 2), second)
+        code, said = either(OPEN_MPI, train(out.name, 2, more=both), second)
         expect(code == 0, f"{what}: status {code}\n{said}")
         same(scratch / "alone", out)
+    judges(train, scratch, byte)
+
+
+def judges(train, scratch, change):
+    """Lets the second rank have another model of rewards under the same name, in a working directory of its own."""
+    for place in ["first", "second", "third"]:
+        shutil.copytree(JUDGES / "llama", scratch / place / "judge")
+    change(scratch / "third/judge")
+    for place, wanted in [("second", 0), ("third", 2)]:
+        out = scratch / f"judge-{place}"
+        command = [shutil.which("env"), "-C", scratch / "first", *train(out.name, 2, more=["--reward_funcs", "judge=./judge"])]
+        code, said = either(OPEN_MPI, command, ["-C", scratch / place])
+        expect(code == wanted, f"the judge of {place}: status {code}\n{said}")
+        if wanted:
+            expect("rank 1 and rank 0 differ in " in said and "a model of rewards" in said and said.count("error: ") == 1, said)
+            expect(not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text(), "the judge: a step was taken")
 
 
 def template(model):
@@ -299,7 +321,7 @@ def either(launcher, first, second):
     first = [str(word) for word in first]
     # A flag that is given twice is an error.
     other = list(first)
-    for name, value in zip(second[::2], second[1::2]):
+    for name, value in zip(map(str, second[::2]), second[1::2]):
         if name in other:
             other[other.index(name) + 1] = str(value)
         else:

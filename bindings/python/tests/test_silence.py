@@ -1,8 +1,21 @@
 """What a user of TRL changes takes effect, or is refused by name: rewards, settings, methods, callbacks, prompts."""
 
+import array
+import collections
+import datetime
+import decimal
+import enum
+import fractions
 import functools
 import json
+import operator
+import pathlib
+import random
+import re
+import types
+import uuid
 
+import numpy
 import pytest
 
 import omnigrpo
@@ -32,6 +45,72 @@ class R:
     def method(self, c): return [self.w]
 """
 MAKER = "def m(w):\n    def f(c): return [w]\n    return f"
+SLOTS = "class S:\n    __slots__ = ('w', 'unset')\n    def __init__(self, w): self.w = w"
+DATA = "import dataclasses\n@dataclasses.dataclass\nclass D:\n    w: object"
+ENUM = "import enum\nclass E(enum.Enum):\n    A = 1\n    B = 2\n    def words(self): return 'a'"
+Slots, Data, Choice = made(SLOTS, "S"), made(DATA, "D"), made(ENUM, "E")
+# Values that a reward may hold, each with a changed one.
+VALUES = [
+    (re.compile("a"), re.compile("b")),
+    (re.compile("a"), re.compile("a", re.IGNORECASE)),
+    (re.compile(b"a"), re.compile("a")),
+    (decimal.Decimal("1.0"), decimal.Decimal("1.00")),
+    (fractions.Fraction(1, 3), fractions.Fraction(2, 3)),
+    (pathlib.Path("a"), pathlib.Path("b")),
+    (pathlib.PurePosixPath("a"), pathlib.PureWindowsPath("a")),
+    (datetime.date(2020, 1, 1), datetime.date(2020, 1, 2)),
+    (datetime.datetime(2020, 1, 1), datetime.date(2020, 1, 1)),
+    (datetime.time(1), datetime.time(2)),
+    (datetime.timedelta(1), datetime.timedelta(2)),
+    (datetime.timezone.utc, datetime.timezone(datetime.timedelta(hours=1))),
+    (uuid.UUID(int=1), uuid.UUID(int=2)),
+    (enum.Enum("E", "A B").A, enum.Enum("E", "A B").B),
+    (Choice.A, Choice.B),
+    (Choice.A, made(ENUM.replace("'a'", "'b'"), "E").A),
+    (re.RegexFlag.I, re.RegexFlag.M),
+    (1.0, 1),
+    (True, 1),
+    ("1", b"1"),
+    (bytearray(b"1"), bytearray(b"2")),
+    (1 + 2j, 1 - 2j),
+    (range(3), range(4)),
+    (slice(1), slice(2)),
+    ((1, 2), (2, 1)),
+    ((1, 2), [1, 2]),
+    ({1, 2}, {1, 3}),
+    (frozenset("a"), frozenset("b")),
+    ({"a": 1}, {"a": 2}),
+    ({"a": {"b": [re.compile("x")]}}, {"a": {"b": [re.compile("y")]}}),
+    ({decimal.Decimal(1)}, {decimal.Decimal(2)}),
+    ({pathlib.Path("a")}, {pathlib.Path("b")}),
+    ({(1, re.compile("a"))}, {(1, re.compile("b"))}),
+    (collections.deque([1]), collections.deque([2])),
+    (collections.OrderedDict(a=1), collections.OrderedDict(a=2)),
+    (collections.defaultdict(int, a=1), collections.defaultdict(int, a=2)),
+    (collections.Counter("a"), collections.Counter("b")),
+    (types.MappingProxyType({"a": 1}), types.MappingProxyType({"a": 2})),
+    (types.SimpleNamespace(a=1), types.SimpleNamespace(a=2)),
+    (collections.namedtuple("N", "a")(1), collections.namedtuple("N", "a")(2)),
+    (array.array("f", [1]), array.array("f", [2])),
+    (operator.itemgetter("a"), operator.itemgetter("b")),
+    (operator.attrgetter("a"), operator.attrgetter("b")),
+    (operator.methodcaller("a", 1), operator.methodcaller("a", 2)),
+    (functools.partial(max, 1), functools.partial(max, 2)),
+    (type("Own", (dict,), {})(a=1), type("Own", (dict,), {})(a=2)),
+    (type("Own", (list,), {})([1]), type("Own", (list,), {})([2])),
+    (Slots(1), Slots(2)),
+    (Data(1), Data(2)),
+    (Data(re.compile("a")), Data(re.compile("b"))),
+    (numpy.array([1, 2]), numpy.array([1, 3])),
+    (numpy.array([1, 2]), numpy.array([1.0, 2.0])),
+    (numpy.zeros((2, 3)), numpy.zeros((3, 2))),
+    (numpy.float32(1), numpy.float32(2)),
+]
+
+
+def holding(value):
+    """Return a reward that has a value in its closure."""
+    return made(MAKER, "m")(value)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +129,7 @@ MAKER = "def m(w):\n    def f(c): return [w]\n    return f"
         (made(CLASS, "R")(1), made(CLASS.replace("return [self.w]", "return [self.w + 1]"), "R")(1)),
         (made(CLASS, "R")(1).method, made(CLASS, "R")(2).method),
         (functools.partial(varied, w=1), functools.partial(varied, w=2)),
+        *[(holding(one), holding(other)) for one, other in VALUES],
         (made("import functools\n@functools.lru_cache\ndef f(c): return 1"), made("import functools\n@functools.lru_cache\ndef f(c): return 2")),
         (len, max),
     ],
@@ -60,11 +140,19 @@ def test_a_change_of_a_function_changes_its_digest(one, other):
 
 def test_comments_and_state_are_no_change():
     plain = made("def f(c):\n    'doc'\n    return [1]")
+    many = {str(k) for k in range(50)}
+    assert digest(holding(many)) == digest(holding(set(sorted(many))))
     assert digest(plain) == digest(made("# why\n\n\ndef f(c):\n    'other'\n    return [1]  # so"))
     counted = made("n, seen = 0, []\ndef f(c):\n    global n\n    n += 1\n    seen.append(c)\n    return [n]")
     scorer, before = made(CLASS, "R")(1), digest(counted)
     counted(1)
     assert digest(counted) == before
+    # So is the state of a generator of random numbers.
+    dice = random.Random(1)
+    rolled = made("def m(dice):\n    def f(c): return [dice.random()]\n    return f", "m")(dice)
+    before = digest(rolled)
+    rolled(1)
+    assert digest(rolled) == before
     before = digest(scorer)
     scorer(1)
     assert scorer.calls == 1 and digest(scorer) == before
@@ -170,8 +258,18 @@ def test_flags_of_callbacks_are_obeyed_or_refused(start, demo, tmp_path):
         def on_optimizer_step(self, args, state, control, **kwargs):
             raise AssertionError
 
-    with pytest.warns(UserWarning, match=r"never come: Never\.on_optimizer_step"):
+    class Inherits(Never):
+        def on_substep_end(self, args, state, control, **kwargs):
+            raise AssertionError
+
+    with pytest.raises(TypeError, match=r"never come: Never\.on_optimizer_step; expected on_step_begin or on_step_end"):
         start(varied, folder=tmp_path / "never", callbacks=[Never])
+    with pytest.raises(TypeError, match=r"never come: Inherits\.on_substep_end, Inherits\.on_optimizer_step"):
+        start(varied, folder=tmp_path / "never", callbacks=[Inherits()])
+    # A callback of a package serves several trainers.
+    Package = type("Package", (), {"on_substep_end": lambda self, *args, **kwargs: None, "__module__": "pytest"})
+    with pytest.warns(UserWarning, match=r"never come: Package\.on_substep_end"):
+        start(varied, folder=tmp_path / "package", callbacks=[Package])
 
 
 def test_text_prompts_stay_texts(start, demo, tmp_path, capfd):

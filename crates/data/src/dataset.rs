@@ -1,6 +1,6 @@
 //! Dataset: one list of rows over several annotation files.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{Read, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -568,10 +568,22 @@ impl Dataset {
     /// KiB at each end. Paths and times do not count, so a copy of the data has the same digest. Rows that contain an address are
     /// skipped, because their media would have to be fetched. It reads at most 32 MiB for rows with one medium each.
     pub fn media_digest(&self) -> String {
-        let sampled = self.len().min(SAMPLED_ROWS);
-        let row = |i: u64| (u128::from(i) * u128::from(self.len()) / u128::from(sampled)) as u64;
-        let of_rows: Vec<Vec<u8>> = (0..sampled).into_par_iter().map(|i| self.media_of(row(i))).collect();
+        let of_rows: Vec<Vec<u8>> = self.sampled_rows().map(|row| self.media_of(row)).collect();
         short(of_rows.into_iter().fold(Sha256::new(), |hash, media| hash.chain_update(media)))
+    }
+
+    /// Returns the columns beside the conversation that are part of prompts ([`Sample::joined`]) in up to 4,096 evenly spread rows.
+    pub fn joined_columns(&self) -> BTreeSet<&'static str> {
+        let of_rows = self.sampled_rows().filter_map(|row| self.get(row).ok());
+        of_rows.flat_map_iter(|sample| sample.joined).collect()
+    }
+
+    /// Returns the numbers of up to 4,096 evenly spread rows.
+    fn sampled_rows(&self) -> impl IndexedParallelIterator<Item = u64> {
+        let (all, sampled) = (self.len(), self.len().min(SAMPLED_ROWS));
+        let numbers: Vec<u64> =
+            (0..sampled).map(|i| (u128::from(i) * u128::from(all) / u128::from(sampled)) as u64).collect();
+        numbers.into_par_iter()
     }
 
     /// Returns the digest of a row's media, or nothing for a row that is skipped or cannot be used.

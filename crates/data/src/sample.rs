@@ -29,6 +29,8 @@ pub struct Sample {
     /// Every medium of `turns`, each mentioned exactly once: `Part::Medium { kind, index }` is the `index`-th medium of
     /// that kind in this list.
     pub media: Vec<MediumRef>,
+    /// Columns beside the conversation that are part of the prompt: `system`, and `choices` for `options`, `choices` or `A`, `B`, ….
+    pub joined: Vec<&'static str>,
     /// True if the prompt is a text that the model continues as it stands, without a chat template. It is the only part of `turns`.
     pub is_text: bool,
     /// Ground truth for rewards, verbatim. It comes from the column named in [`ColumnNames`](crate::ColumnNames), else from the

@@ -331,7 +331,12 @@ fn sound_that_cannot_be_heard() {
         ("missing", "missing.wav", "the file does not exist"),
         ("hour", "hour.wav", "length of the sound in seconds"),
         ("nan", "nan.wav", "sample 1 is NaN"),
-        ("mute", "mute.mp4", "no audio track"),
+        (
+            "mute",
+            "mute.mp4",
+            "mute.mp4: the file has no audio track; remove the audio from the row, or take silence in its place \
+             (--missing_audio silence)",
+        ),
         ("hang", "hang.opus", "`ffprobe` did not finish within 0.4 s of processor time"),
     ];
     let mut rows: Vec<String> = bad.iter().map(|(id, file, _)| row(id, file)).collect();
@@ -440,9 +445,12 @@ fn a_folder_of_tables_is_read_and_one_of_arrow_files_is_refused_with_the_command
     fs::create_dir(place.path("it's saved")).unwrap();
     place.write("it's saved/state.json", "{}");
     place.write("it's saved/data-00000-of-00001.arrow", "ARROW1");
+    // The command was run with `datasets` 5.2 on folders of one split and of several.
+    let command = "python3 -c 'import sys, datasets as d; s = d.load_from_disk(sys.argv[1]); (s if isinstance(s, d.Dataset) \
+                   else s[sys.argv[2]]).to_parquet(sys.argv[3])' 'it'\\''s saved' test test.parquet\n";
     place
-        .run_with("data check --train_file", &["it's saved"])
-        .fails(1, &["`save_to_disk`", "load_from_disk(sys.argv[1])", "'it'\\''s saved' train train.parquet"]);
+        .run_with("data check --dataset_train_split test --train_file", &["it's saved"])
+        .fails(1, &["`save_to_disk`", "write a parquet table and give that one: ", command]);
     fs::create_dir(place.path("empty")).unwrap();
     place
         .run("data check --train_file empty")
@@ -488,11 +496,11 @@ fn a_sideways_photo_is_turned_and_an_older_run_keeps_its_pixels() {
             .replace("--max_steps 4", &format!("--max_steps {steps} {more}"));
         line + " --save_steps 1 --reward_funcs format"
     };
-    place.run(&line(1, "--orientation stored")).ok();
-    let state = place.path("run/checkpoint-1/trainer_state.json");
-    let mut saved: serde_json::Value = serde_json::from_slice(&fs::read(&state).unwrap()).unwrap();
-    saved["fingerprint"].as_object_mut().unwrap().remove("orientation").unwrap();
-    place.rewrite_of_checkpoint("run/checkpoint-1", "trainer_state.json", &saved.to_string());
+    let into = |dir: &str, line: &str| line.replace("--output_dir run", &format!("--output_dir {dir}"));
+    for dir in ["run", "other"] {
+        place.run(&into(dir, &line(1, "--orientation stored"))).ok();
+        forget(&place, &format!("{dir}/checkpoint-1"), &["orientation", "continue_text_prompts", "strict"]);
+    }
     let told = place.run(&line(2, "")).ok().stderr;
     assert!(
         told.contains(
@@ -507,4 +515,64 @@ fn a_sideways_photo_is_turned_and_an_older_run_keeps_its_pixels() {
     assert!(told.contains("at step 2 of 3"), "{told}");
     let told = place.run(&line(4, "--orientation upright --allow_changed_settings")).ok().stderr;
     assert!(told.contains("orientation: \"stored\" → \"upright\""), "{told}");
+    // A run that starts from the beginning beside the older checkpoint turns pictures.
+    let told = place.run(&into("other", &line(2, "--learning_rate 1e-4"))).ok().stderr;
+    assert!(told.contains("so it has the orientation of its settings"), "{told}");
+    assert!(told.contains("starting from the beginning") && told.contains("they are turned\n"), "{told}");
+    assert!(place.text("other/config.yaml").contains("orientation: upright"));
+    assert!(place.exists("other/superseded-1/checkpoint-1"));
+    // Its own checkpoint resumes as it is.
+    let told = place.run(&into("other", &line(3, "--learning_rate 1e-4"))).ok().stderr;
+    assert!(told.contains("at step 2 of 3") && !told.contains("using --orientation"), "{told}");
+}
+
+/// Removes entries from the settings of a checkpoint, as an earlier version writes them that does not have these settings.
+fn forget(place: &Place, checkpoint: &str, names: &[&str]) {
+    let state = place.path(checkpoint).join("trainer_state.json");
+    let mut saved: serde_json::Value = serde_json::from_slice(&fs::read(&state).unwrap()).unwrap();
+    let settings = saved["fingerprint"].as_object_mut().unwrap();
+    names.iter().for_each(|name| drop(settings.remove(*name).unwrap()));
+    place.rewrite_of_checkpoint(checkpoint, "trainer_state.json", &saved.to_string());
+}
+
+/// A run stops if an earlier version, which did not read columns that are part of the prompts now, has written its checkpoint.
+#[test]
+fn an_older_run_stops_at_columns_that_it_did_not_read() {
+    let place = Place::new();
+    let row = |id: usize, more: &str| {
+        format!(r#"{{"id": "{id}", "image": "shapes.png", "problem": "Which?", "solution": "red"{more}}}"#)
+    };
+    let rows = |more: &str| [row(1, ""), row(2, more), row(3, "")].join("\n");
+    place.write("with.jsonl", rows(r#", "system": "Be short.", "C": "x", "B": "blue", "A": "red""#));
+    let line = |steps: usize| {
+        let line = TRAIN.replace("--max_steps 4", &format!("--max_steps {steps}"));
+        line + " --num_iterations 2 --save_steps 1 --reward_funcs format"
+    };
+    const NAME: &str = "columns in the prompts";
+    place.run(&line(1)).ok();
+    let told = place.run(&line(2)).ok().stderr;
+    assert!(told.contains("at step 1 of 2"), "{told}");
+    place.run(&line(3)).ok();
+    forget(&place, "run/checkpoint-3", &[NAME, "length_bonus"]);
+    place.run(&line(4)).fails(
+        1,
+        &[
+            "checkpoint-3 was written by an earlier version, which did not read choices and system of the rows",
+            "resume with the new prompts with --allow_changed_settings, or start from the beginning with \
+             --resume_from_checkpoint never",
+        ],
+    );
+    assert!(place.exists("run/checkpoint-3") && !place.exists("run/superseded-1"));
+    // Its rollout in progress is of the old prompts.
+    let told = place.run(&(line(4) + " --allow_changed_settings")).ok().stderr;
+    assert!(told.contains(&format!("{NAME}: unset → \"choices and system\"")), "{told}");
+    assert!(told.contains("at step 3 of 4"), "{told}");
+    let told = place.run(&line(5)).ok().stderr;
+    assert!(told.contains("at step 4 of 5"), "{told}");
+
+    // Rows without such columns have no entry. Other rows are another run.
+    place.write("with.jsonl", rows(""));
+    let told = place.run(&line(2)).ok().stderr;
+    assert!(told.contains("starting from the beginning"), "{told}");
+    assert!(!place.text("run/checkpoint-1/trainer_state.json").contains(NAME));
 }

@@ -23,7 +23,8 @@ fn in_order(text: &str, parts: &[&str]) {
 fn a_name_gives_the_directories_and_the_log_tells_environment_model_and_steps_in_that_order() {
     let place = Place::new();
     let mut command = place.command(&format!("{TRAIN} --exp_name first --max_steps 2"));
-    let stderr = ran(command.env("DS_SKIP_CUDA_CHECK", "1")).ok().stderr;
+    command.env("DS_SKIP_CUDA_CHECK", "1").env("DEBUG_MODE", "true");
+    let stderr = ran(&mut command).ok().stderr;
     let parts = [
         "DS_SKIP_CUDA_CHECK is on: it has no effect",
         "omnigrpo ",
@@ -36,6 +37,9 @@ fn a_name_gives_the_directories_and_the_log_tells_environment_model_and_steps_in
     let log = place.text("runs/first/log/log.txt");
     in_order(&log, &parts);
     assert!(log.lines().all(|line| line.starts_with("20") && line.contains("Z ")), "{log}");
+    let debug_log = place.text("runs/first/log/grpo_debug.log");
+    assert_eq!(debug_log.matches("\nContent: ").count(), 4, "{debug_log}");
+    assert!(!place.exists("grpo_debug.log"));
     assert!(place.exists("checkpoints/rl/first/checkpoint-2/trainer_state.json"));
     assert!(place.exists("checkpoints/rl/first/metrics.jsonl"));
     assert!(place.exists("checkpoints/rl/first/model.safetensors"));

@@ -154,9 +154,9 @@ impl BufferState {
     /// and the weights.
     ///
     /// # Errors
-    /// Returns an error if a row can no longer be read, or if an earlier version wrote a checkpoint without the numbers that this
-    /// algorithm needs.
-    pub(crate) fn restore(
+    /// Returns an error if the groups have another size than the algorithm's, if a row can no longer be read, or if an earlier version
+    /// wrote a checkpoint without the numbers that this algorithm needs.
+    pub fn restore(
         &self,
         algorithm: &Algorithm,
         model: &Model,
@@ -165,6 +165,16 @@ impl BufferState {
         prompts_per_step: usize,
         moving_reference: bool,
     ) -> Result<Vec<Rollouts>> {
+        let size = algorithm.num_generations;
+        if self.rows.is_empty() || self.ids.iter().any(|group| group.len() != size) {
+            return Err(TrainError::Checkpoint {
+                what: format!(
+                    "its rollout in progress does not fit the run: {} rows, expected at least one, each with {size} completions; \
+                     resume from a checkpoint without a rollout in progress",
+                    self.rows.len()
+                ),
+            });
+        }
         let needed = [
             ("top_entropy_quantile", algorithm.loss.top_entropy < 1.0, self.kept.is_empty()),
             ("sync_ref_model", moving_reference, self.reference.is_empty()),

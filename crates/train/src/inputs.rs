@@ -16,7 +16,10 @@ use crate::policy::Policy;
 /// Maximum number of bytes that are read of a reward's file. Programs are small texts.
 const MAX_REWARD_FILE_BYTES: u64 = 16 << 20;
 
-/// Returns digests of rows, media and the given files. Does not read files that a reward's file imports.
+/// Name of the columns beside the conversation that are part of prompts ([`Dataset::joined_columns`]). Rows without them have no entry.
+pub(crate) const JOINED: &str = "columns in the prompts";
+
+/// Returns digests of rows, media and the given files, and the columns that are part of prompts. Does not read files that a reward's file imports.
 ///
 /// # Errors
 /// Returns an error if a file cannot be read.
@@ -24,6 +27,10 @@ pub fn digests(dataset: &Dataset, files: &[PathBuf]) -> Result<Map<String, Value
     let mut out = Map::new();
     out.insert("dataset".into(), dataset.fingerprint()?.into());
     out.insert("media".into(), dataset.media_digest().into());
+    let joined = dataset.joined_columns().into_iter().collect::<Vec<_>>().join(" and ");
+    if !joined.is_empty() {
+        out.insert(JOINED.into(), joined.into());
+    }
     for path in files {
         let content = File::open(path).and_then(|file| {
             let mut content = file.metadata()?.len().to_le_bytes().to_vec();

@@ -72,7 +72,7 @@ pub use policy::{ModelPlan, Policy, weights_fit};
 pub use prepare::{Forecast, Limit, Need, Output, Prepared, Run, Trained, Variant, fits};
 pub use records::environment_turns;
 pub use replay::replay;
-pub use resume::{BEFORE, MICRO_BATCHES};
+pub use resume::MICRO_BATCHES;
 pub use rollouts::{Group, Rollouts, Scored};
 pub use rows::{
     Making, PreparedRow, RowSource, SkipPolicy, SkippedRow, Unusable, media_paths, prepare, requests,

@@ -157,6 +157,8 @@ pub struct ResumePlan {
     pub repeat_complete: bool,
     /// Settings and inputs that must match between a checkpoint and the run that resumes it.
     pub fingerprint: Map<String, Value>,
+    /// Values of settings in checkpoints that do not name them: what an earlier version did that lacked the setting.
+    pub before: Map<String, Value>,
 }
 
 /// Times of evaluations, and use of their results.

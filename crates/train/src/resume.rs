@@ -17,6 +17,7 @@ use crate::checkpoint::{self, TrainerState};
 use crate::error::{
     ALLOW_CHANGED, LOCK, MAX_STEPS, NEWEST, RESUME, Refusal, Result, SAVE_ONLY_MODEL, START, TrainError,
 };
+use crate::inputs::JOINED;
 use crate::optimizer::AdamW;
 use crate::plan::{ResumeFrom, RunPlan};
 use crate::rounding::{self, Rounding};
@@ -30,8 +31,6 @@ const AT_THE_END: [&str; 5] =
 /// Files that a run writes at its start: its settings and the data of its rewards.
 const AT_THE_START: [&str; 2] = ["config.yaml", Corpus::FILE];
 
-/// Values of settings in checkpoints that do not name them: what programs did that had no such setting.
-pub const BEFORE: [(&str, &str); 1] = [("orientation", "stored")];
 /// Name of the size of micro-batches, on which some losses depend.
 pub const MICRO_BATCHES: &str = "prompts_per_micro_batch";
 
@@ -134,7 +133,7 @@ impl Search<'_> {
         };
         let state = checkpoint::read_state(&path)?;
         match differing(self.run, &state) {
-            Some(differing) => Err(written_otherwise(&path, &differing)),
+            Some(differing) => Err(written_otherwise(self.run, &path, &state, &differing)),
             None => self.load(path, state),
         }
     }
@@ -156,6 +155,9 @@ impl Search<'_> {
                 Ok(state) => match (differing(self.run, &state), &failed) {
                     (None, _) => self.load(path, state),
                     (Some(_), Some(_)) => continue,
+                    (Some(differing), None) if newly_joined(self.run, &state).is_some() => {
+                        return Err(written_otherwise(self.run, &path, &state, &differing));
+                    }
                     (Some(differing), None) => {
                         why = format!(
                             "its settings differ ({differing}; {ALLOW_CHANGED} resumes with the new ones)"
@@ -343,7 +345,9 @@ pub(crate) fn expected(run: &RunPlan, dir: &Path, total_steps: u64) -> Result<Op
         };
         return match differing(run, &state) {
             None => Ok(Some((path, state.global_step))),
-            Some(differing) if named => Err(written_otherwise(&path, &differing)),
+            Some(differing) if named || newly_joined(run, &state).is_some() => {
+                Err(written_otherwise(run, &path, &state, &differing))
+            }
             Some(_) => Ok(None),
         };
     }
@@ -356,23 +360,34 @@ fn repeats(run: &RunPlan, dir: &Path, state: &TrainerState, total_steps: u64) ->
     run.resume.repeat_complete && state.global_step >= total_steps && dir.join("README.md").is_file()
 }
 
-fn written_otherwise(path: &Path, differing: &str) -> TrainError {
-    TrainError::Checkpoint {
-        what: format!(
-            "{} was written with other settings ({differing}); restore the old settings, use the new ones with \
-             {ALLOW_CHANGED}, or start from the beginning with {RESUME} {START}",
-            path.display()
+/// Returns the columns of the rows that are part of the prompts now and were not when the checkpoint was written, if nothing else
+/// differs: an earlier version, which did not read them, has written it.
+fn newly_joined<'a>(run: &'a RunPlan, state: &TrainerState) -> Option<&'a str> {
+    let alone = || differences(run, state).iter().all(|(name, _)| name == JOINED);
+    let columns = run.resume.fingerprint.get(JOINED)?.as_str()?;
+    (!state.fingerprint.contains_key(JOINED) && alone()).then_some(columns)
+}
+
+fn written_otherwise(run: &RunPlan, path: &Path, state: &TrainerState, differing: &str) -> TrainError {
+    let path = path.display();
+    let what = match newly_joined(run, state) {
+        Some(columns) => format!(
+            "{path} was written by an earlier version, which did not read {columns} of the rows; they are part of the \
+             prompts now; resume with the new prompts with {ALLOW_CHANGED}, or start from the beginning with {RESUME} {START}"
         ),
-    }
+        None => format!(
+            "{path} was written with other settings ({differing}); restore the old settings, use the new ones with \
+             {ALLOW_CHANGED}, or start from the beginning with {RESUME} {START}"
+        ),
+    };
+    TrainError::Checkpoint { what }
 }
 
 /// Returns the name and a description of each setting that differs from the checkpoint's.
 fn differences(run: &RunPlan, state: &TrainerState) -> Vec<(String, String)> {
     let (mut old, new) = (state.fingerprint.clone(), &run.resume.fingerprint);
-    for (name, value) in BEFORE {
-        if new.contains_key(name) {
-            old.entry(name).or_insert_with(|| value.into());
-        }
+    for (name, value) in run.resume.before.iter().filter(|(name, _)| new.contains_key(*name)) {
+        old.entry(name).or_insert_with(|| value.clone());
     }
     // Older checkpoints do not name it, and mostly had the same.
     if let Some(same) = new.get(MICRO_BATCHES) {

@@ -2,6 +2,8 @@
 
 import warnings
 
+from ._identity import is_own
+
 # Events that this trainer has no place for.
 _NEVER = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_prediction_step", "on_predict", "on_push_begin")
 _FLAGS = ("should_training_stop", "should_log", "should_save", "should_evaluate")
@@ -35,9 +37,14 @@ class Callbacks:
 
     def __init__(self, callbacks):
         self.own = [callback() if isinstance(callback, type) else callback for callback in callbacks or []]
-        never = {f"{type(one).__name__}.{name}" for one in self.own for name in _NEVER if _defines(type(one), name)}
+        never = [(type(one), name) for one in self.own for name in _NEVER if _defines(type(one), name)]
+        lost = [f"{kind.__name__}.{name}" for kind, name in never if is_own(kind)]
+        if lost:
+            raise TypeError(f"these events of callbacks never come: {', '.join(lost)}; expected on_step_begin or on_step_end in their place")
         if never:
-            warnings.warn(f"these events of callbacks never come: {', '.join(sorted(never))}", stacklevel=4)
+            # Callbacks of packages serve several trainers.
+            names = ", ".join(f"{kind.__name__}.{name}" for kind, name in never)
+            warnings.warn(f"these events of callbacks never come: {names}", stacklevel=4)
 
     def call(self, trainer, event, **kwargs):
         for callback in self.own:

@@ -8,24 +8,34 @@ What a function changes itself is its state and does not count, so that an inter
 calls: variables and attributes that it assigns, and containers if it changes one.
 """
 
+import array
 import collections
 import datetime
 import decimal
 import dis
+import enum
+import fractions
 import functools
 import hashlib
 import inspect
+import operator
 import os
 import pathlib
 import re
 import site
 import sysconfig
 import types
+import uuid
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(...))
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 # Values of the standard library whose text says all.
-_VALUES = (decimal.Decimal, pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta)
+_VALUES = (
+    decimal.Decimal, fractions.Fraction, pathlib.PurePath, uuid.UUID, slice, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo
+)  # fmt: skip
+# Values whose text says all, and that a function may change.
+_BUFFERS = (bytearray, array.array)
+_GETTERS = (operator.itemgetter, operator.attrgetter, operator.methodcaller)
 # Methods by which a function changes a container.
 _CHANGES = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "popleft", "appendleft", "remove", "discard", "clear"}
 _INSTALLED = tuple(
@@ -56,7 +66,10 @@ class _Found:
         self.items += 1
         if self.items > _MAX_ITEMS:
             return
-        if isinstance(value, _PLAIN):
+        if isinstance(value, enum.Enum):
+            self.add(f"{name} class", type(value))
+            self.put(name, value.name, repr(value.value))
+        elif isinstance(value, _PLAIN):
             self.put(name, type(value).__name__, repr(value))
         elif isinstance(value, types.CodeType):
             self.code(name, value)
@@ -86,21 +99,35 @@ class _Found:
             self.put(name, "pattern", value.pattern, value.flags)
         elif isinstance(value, _VALUES):
             self.put(name, type(value).__name__, repr(value))
-        elif isinstance(value, (*_CONTAINERS, collections.deque)) and not _is_own(type(value)):
+        elif isinstance(value, _BUFFERS):
+            self.put(name, type(value).__name__, "state" if "[]" in state else repr(value))
+        elif isinstance(value, _GETTERS):
+            self.put(name, type(value).__name__)
+            self.add(f"{name} arguments", value.__reduce__()[1:])
+        elif isinstance(value, (*_CONTAINERS, collections.deque, types.MappingProxyType)) and not is_own(type(value)):
             self.container(name, value, state)
+        elif type(value) is types.SimpleNamespace:
+            self.container(name, vars(value), state)
         elif callable(getattr(value, "__wrapped__", None)):
             self.add(f"{name} wrapped", value.__wrapped__)
-        elif _is_own(type(value)):
+        elif is_own(type(value)):
             self.kind(f"{name} class", type(value))
             called = getattr(type(value), "__call__", None)
             state = state | _state(*(member for member in vars(type(value)).values() if member is not vars(type(value)).get("__init__")))
             self.put(name, called is not None)
+            if isinstance(value, (*_CONTAINERS, collections.deque)):
+                self.container(f"{name} items", value, state)
             slots = {slot: getattr(value, slot) for slot in getattr(type(value), "__slots__", ()) if hasattr(value, slot)}
             for attribute, own in sorted({**slots, **getattr(value, "__dict__", {})}.items()):
                 if attribute not in state:
                     self.add(f"{name}.{attribute}", own, state)
-        elif hasattr(value, "tobytes") and hasattr(value, "dtype"):
-            self.put(name, value.dtype, getattr(value, "shape", ""), hashlib.blake2b(value.tobytes()).hexdigest())
+        elif hasattr(value, "tobytes") and (hasattr(value, "dtype") or hasattr(value, "mode")):
+            # An array of NumPy, or a picture of Pillow.
+            about = [getattr(value, about, "") for about in ("dtype", "shape", "mode", "size")]
+            self.put(name, *about, hashlib.blake2b(value.tobytes()).hexdigest())
+        elif hasattr(value, "untyped_storage") and hasattr(value, "dtype"):
+            # A tensor of PyTorch. NumPy does not have all of its types.
+            self.put(name, value.dtype, value.shape, value.detach().flatten()[:_MAX_ITEMS].tolist())
         else:
             kind = type(value)
             self.put(name, kind.__module__, kind.__qualname__, getattr(value, "__module__", ""), getattr(value, "__qualname__", ""))
@@ -110,14 +137,22 @@ class _Found:
             return self.put(name, "state")
         self.put(name, type(value).__name__, len(value))
         if isinstance(value, (set, frozenset)):
-            # The usual text of an object contains its address.
-            return self.put(*sorted(repr(one) if isinstance(one, (*_PLAIN, *_VALUES)) else type(one).__qualname__ for one in value))
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            # Sets have no order.
+            return self.put(*sorted(self.part(one) for one in value))
+        pairs = value.items() if isinstance(value, (dict, types.MappingProxyType)) else enumerate(value)
         for key, own in pairs:
             self.add(f"{name}[{key!r}]", own, state)
 
+    def part(self, value):
+        """Return the digest of a value of its own."""
+        part = _Found()
+        part.seen, part.items = dict(self.seen), self.items
+        part.add("", value)
+        self.items = part.items
+        return part.hash.hexdigest()
+
     def function(self, name, function):
-        if not _is_own(function):
+        if not is_own(function):
             return self.put(name, "function", function.__module__, function.__qualname__)
         state = _state(function)
         self.code(name, function.__code__, function.__doc__)
@@ -139,7 +174,7 @@ class _Found:
 
     def kind(self, name, kind):
         self.put(name, "class", kind.__module__, kind.__qualname__)
-        if not _is_own(kind):
+        if not is_own(kind):
             return
         for base in kind.__bases__:
             self.add(f"{name} base", base)
@@ -158,7 +193,7 @@ def _is_set(cell):
         return False
 
 
-def _is_own(value):
+def is_own(value):
     """Return whether a function or a class is the user's, and not that of an installed package."""
     if isinstance(value, types.FunctionType):
         file = value.__code__.co_filename

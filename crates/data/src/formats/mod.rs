@@ -155,6 +155,7 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
     let mut raw = raw_turns(&columns, context)?;
     let first = raw.iter().position(|turn| turn.role != Role::Assistant).unwrap_or(0);
     raw.drain(..first);
+    let mut joined = Vec::new();
     if let Some(system) = present(&columns, "system")
         // Many tables have an empty text where the model's own system turn is meant.
         .filter(|system| system.as_str().is_none_or(|text| !text.trim().is_empty()))
@@ -165,6 +166,7 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
             0,
             RawTurn { role: Role::System, content: Content::Text(text.to_owned()), calls: Vec::new() },
         );
+        joined.push("system");
     }
     let final_turn = match raw.last() {
         Some(turn) if turn.role == Role::Assistant => raw.pop().map(spoken).transpose()?,
@@ -190,6 +192,7 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
         && let Some(choices) = choices::missing(&columns, || question.written())
     {
         append(question, &choices);
+        joined.push("choices");
     }
     if let Some(last) = turns.last_mut() {
         context.template.apply(last);
@@ -225,6 +228,7 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
         solution,
         solution_from,
         reference,
+        joined,
         is_text,
         tools,
         columns,

@@ -1,6 +1,6 @@
 //! The `omnigrpo` program: the command line, the commands, and messages for users.
 
-mod arguments;
+pub(crate) mod arguments;
 mod bus;
 mod draft;
 pub mod embed;

@@ -7,7 +7,7 @@ use std::path::Path;
 use omnigrpo_guard::inside;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value as Json};
-use serde_saphyr::Spanned;
+use serde_saphyr::{NonFiniteFloatPolicy, Spanned};
 
 use crate::settings::layer::{Entry, Layer};
 use crate::settings::problem::Problem;
@@ -45,21 +45,32 @@ pub fn parse(text: &str, name: &str, origin: impl Fn(u64) -> Origin) -> Layer {
     if text.lines().all(|line| line.trim().is_empty() || line.trim_start().starts_with('#')) {
         return Layer::default();
     }
-    let document: Document = match serde_saphyr::from_str(text) {
+    // A number that is not finite is refused with the name of its setting.
+    let options = serde_saphyr::options! { non_finite_float_policy: NonFiniteFloatPolicy::PassThrough };
+    let document: Document = match serde_saphyr::from_str_with_options(text, options) {
         Ok(document) => document,
         Err(error) => return Layer::unreadable(no_yaml(&error, name)),
     };
-    let entries = document.0.into_iter().map(|(key, node)| Entry {
-        origin: origin(key.referenced.line()),
-        raw: match node.value {
+    let (mut entries, mut problems) = (Vec::new(), Vec::new());
+    for (Spanned { value: name, referenced: at, .. }, node) in document.0 {
+        let origin = origin(at.line());
+        let raw = match node.value {
             Node::Null => None,
             Node::Scalar(text) => Some(Raw::Arguments(vec![text])),
             Node::Items(items) => Some(Raw::Items(items)),
-            Node::Mapping(map) => Some(Raw::Object(map)),
-        },
-        name: key.value,
-    });
-    Layer::read(entries.collect(), None)
+            Node::Mapping(Plain { value: Json::Object(map), odd: None }) => Some(Raw::Object(map)),
+            Node::Mapping(Plain { odd, .. }) => {
+                let got = odd.map_or_else(String::new, |number| number.to_string());
+                let problem = Problem::usage(format!("wrong value for `{name}`")).got(got);
+                problems.push(problem.expected("finite numbers").given_at(&origin));
+                continue;
+            }
+        };
+        entries.push(Entry { name, raw, origin });
+    }
+    let mut layer = Layer::read(entries, None);
+    layer.problems.extend(problems);
+    layer
 }
 
 fn no_yaml(error: &serde_saphyr::Error, name: &str) -> Problem {
@@ -104,7 +115,7 @@ enum Node {
     Null,
     Scalar(String),
     Items(Vec<String>),
-    Mapping(Map<String, Json>),
+    Mapping(Plain),
 }
 
 impl<'de> Deserialize<'de> for Node {
@@ -146,14 +157,75 @@ impl<'de> Deserialize<'de> for Node {
                 }
                 Ok(Node::Items(items))
             }
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Node, A::Error> {
-                let mut object = Map::new();
-                while let Some((key, value)) = map.next_entry::<String, Json>()? {
-                    object.insert(key, value);
-                }
-                Ok(Node::Mapping(object))
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Node, A::Error> {
+                PlainVisitor.visit_map(map).map(Node::Mapping)
             }
         }
         deserializer.deserialize_any(Any)
+    }
+}
+
+/// A JSON value. A number that JSON does not have, an infinite one or NaN, is null in it and stands beside it.
+struct Plain {
+    value: Json,
+    odd: Option<f64>,
+}
+
+impl Plain {
+    fn of(value: impl Into<Json>) -> Self {
+        Self { value: value.into(), odd: None }
+    }
+}
+
+impl<'de> Deserialize<'de> for Plain {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(PlainVisitor)
+    }
+}
+
+struct PlainVisitor;
+
+impl<'de> Visitor<'de> for PlainVisitor {
+    type Value = Plain;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a value")
+    }
+    fn visit_bool<E>(self, v: bool) -> Result<Plain, E> {
+        Ok(Plain::of(v))
+    }
+    fn visit_i64<E>(self, v: i64) -> Result<Plain, E> {
+        Ok(Plain::of(v))
+    }
+    fn visit_u64<E>(self, v: u64) -> Result<Plain, E> {
+        Ok(Plain::of(v))
+    }
+    fn visit_f64<E>(self, v: f64) -> Result<Plain, E> {
+        Ok(Plain { value: v.into(), odd: (!v.is_finite()).then_some(v) })
+    }
+    fn visit_str<E>(self, v: &str) -> Result<Plain, E> {
+        Ok(Plain::of(v))
+    }
+    fn visit_unit<E>(self) -> Result<Plain, E> {
+        Ok(Plain::of(()))
+    }
+    fn visit_none<E>(self) -> Result<Plain, E> {
+        Ok(Plain::of(()))
+    }
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Plain, A::Error> {
+        let (mut items, mut odd) = (Vec::new(), None);
+        while let Some(item) = seq.next_element::<Plain>()? {
+            odd = odd.or(item.odd);
+            items.push(item.value);
+        }
+        Ok(Plain { value: items.into(), odd })
+    }
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Plain, A::Error> {
+        let (mut object, mut odd) = (Map::new(), None);
+        while let Some((key, value)) = map.next_entry::<String, Plain>()? {
+            odd = odd.or(value.odd);
+            object.insert(key, value.value);
+        }
+        Ok(Plain { value: object.into(), odd })
     }
 }

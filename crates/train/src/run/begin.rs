@@ -130,6 +130,15 @@ impl Loop {
             let (prompts, dataset) = (&self.prompts, &self.dataset);
             let parts =
                 saved.restore(&self.algorithm, model, prompts, dataset, per_step, moving.is_some())?;
+            let updates = parts.len() * self.run.num_iterations;
+            if saved.iteration >= updates {
+                return Err(TrainError::Checkpoint {
+                    what: format!(
+                        "its rollout in progress has had {} updates, expected less than {updates}; resume from another checkpoint",
+                        saved.iteration
+                    ),
+                });
+            }
             self.place.buffer = Some((parts, saved.iteration));
         }
         Ok(())

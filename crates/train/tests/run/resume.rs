@@ -333,6 +333,60 @@ fn moments_and_states_that_cannot_be_are_refused() {
     assert_eq!(run(new()).unwrap().steps, 6);
 }
 
+/// A rollout in progress that does not fit the run is an error that says so.
+#[test]
+fn a_rollout_in_progress_that_does_not_fit_is_refused() {
+    let place = Place::new();
+    let one = place.out("run").join("checkpoint-1");
+    let new = |steps: u64| {
+        let mut setup = place.setup("run");
+        (setup.run.num_iterations, setup.run.max_steps) = (2, Some(steps));
+        setup.run.save.when = SaveWhen::Steps(1);
+        setup
+    };
+    run(new(1)).unwrap();
+    let path = one.join("trainer_state.json");
+    let state: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let refused = |change: &dyn Fn(&mut Value), what: &str| {
+        let mut changed = state.clone();
+        change(&mut changed["buffer"]);
+        std::fs::write(&path, changed.to_string()).unwrap();
+        sign(&one);
+        let mut setup = new(2);
+        setup.run.resume.from = ResumeFrom::Path(one.clone());
+        let message = told(&run(setup).unwrap_err());
+        assert!(message.contains(what), "{what}: {message}");
+        assert!(one.is_dir());
+    };
+    for iteration in [2, u64::MAX] {
+        refused(
+            &|buffer| buffer["iteration"] = json!(iteration),
+            &format!("had {iteration} updates, expected less than 2"),
+        );
+    }
+    refused(&|buffer| buffer["rows"][0] = json!(u64::MAX), "can no longer be read");
+    refused(&|buffer| buffer["ids"][0][0][0] = json!(u32::MAX), "outside the vocabulary");
+    refused(&|buffer| buffer["ids"][0] = json!([]), "differ in length");
+    let empty = |buffer: &mut Value| {
+        for (_, list) in buffer.as_object_mut().unwrap().iter_mut().filter(|(_, list)| list.is_array()) {
+            *list = json!([]);
+        }
+    };
+    refused(&empty, "does not fit the run: 0 rows, expected at least one");
+    // A completion less in every list.
+    let fewer = |buffer: &mut Value| {
+        for name in ["ids", "texts", "truncated", "old", "sampled", "reference", "kept"] {
+            buffer[name][0].as_array_mut().unwrap().pop();
+        }
+        buffer["reward_totals"].as_array_mut().unwrap().pop();
+        buffer["reward_values"][0].as_array_mut().unwrap().pop();
+    };
+    refused(&fewer, "does not fit the run");
+    std::fs::write(&path, state.to_string()).unwrap();
+    sign(&one);
+    assert_eq!(run(new(2)).unwrap().steps_here, 1);
+}
+
 #[test]
 fn numbers_that_are_not_finite_are_not_saved() {
     let place = Place::new();
@@ -527,6 +581,20 @@ fn changed_settings_go_on_where_that_is_allowed() {
     // The checkpoints written since have the new settings.
     let (_, text) = shown(new(1e-4, 6));
     assert!(text.contains("at step 4 of 6") && !text.contains("changed"), "{text}");
+
+    // A setting that an earlier version lacked does not differ with the value of that version.
+    let newer = |value: &str| {
+        let mut setup = new(1e-4, 7);
+        setup.run.resume.fingerprint.insert("orientation".into(), json!(value));
+        setup.run.resume.before.insert("orientation".into(), json!("stored"));
+        setup.run.resume.before.insert("not a setting of this run".into(), json!(1));
+        setup.run.resume.from = ResumeFrom::Must;
+        setup
+    };
+    let refused = told(&shown(newer("upright")).0.unwrap_err());
+    assert!(refused.contains("(orientation: \"stored\" → \"upright\")"), "{refused}");
+    let (_, text) = shown(newer("stored"));
+    assert!(text.contains("at step 6 of 7") && !text.contains("changed"), "{text}");
 
     // A setting that is given no more differs too; what is a digest is not printed.
     let mut other = new(1e-4, 6);

@@ -247,7 +247,6 @@ fn prepare_process(resolved: &Resolved, context: &Context, threads: Option<usize
             .into());
     }
     let mut resolved = family::without_idle(resolved, context)?;
-    train::keep_orientation(&mut resolved);
     resolved.notes.extend(doubts);
     let patience = resolved.settings.ranks.patience_secs;
     if context.ranks.size() > 1 && patience > 60 {

@@ -14,9 +14,9 @@ use omnigrpo_ops::Device;
 use omnigrpo_ranks::Ranks;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    Algorithm, BEFORE, CardPlan, EvalOptions, EvalPlan, MAX_LIVE, MICRO_BATCHES, Objective, Observer,
-    Offload, Output, Policy, Prepared, RecordPlan, ResumeFrom, ResumePlan, Run, RunPlan, RunSummary, Split,
-    Trained, room,
+    Algorithm, CardPlan, EvalOptions, EvalPlan, MAX_LIVE, MICRO_BATCHES, Objective, Observer, Offload,
+    Output, Policy, Prepared, RecordPlan, ResumeFrom, ResumePlan, Run, RunPlan, RunSummary, Split, Trained,
+    room,
 };
 use serde_json::{Map, Value};
 
@@ -25,7 +25,7 @@ use super::push::Pusher;
 use super::{Context, plan, print, profile, setup, watch};
 use crate::cli::ranks::{LEAVES, connect_gpus, leaves, saved, together};
 use crate::settings::flags::find;
-use crate::settings::values::{Given, Origin, Raw};
+use crate::settings::values::{Given, Origin, Raw, Values};
 use crate::settings::{
     BatchUnit, Flag, Kind, Problem, Resolved, Settings, Verb, command, print_config, read_deepspeed,
 };
@@ -102,20 +102,24 @@ pub fn once(
     result
 }
 
-/// Lets a run that resumes read pictures as its checkpoint did, unless the user gives the orientation, and adds a note.
-pub fn keep_orientation(resolved: &mut Resolved) {
-    const NAME: &str = "orientation";
-    let given = resolved.values.lookup(NAME).is_some_and(|(_, origin)| origin.is_users());
-    let trains = matches!(resolved.verb, Verb::Train | Verb::Sft) && !given;
-    let settings = &resolved.settings;
-    let Some(dir) = settings.io.output_dir.as_deref().filter(|_| trains) else { return };
-    let Some(saved) = saved(settings, dir).filter(|saved| !saved.model_only) else { return };
-    let before = BEFORE.into_iter().find_map(|(name, value)| (name == NAME).then_some(value));
-    let named = saved.fingerprint.get(NAME).and_then(Value::as_str);
-    let Some((flag, kept)) = find(NAME).zip(named.or(before)) else { return };
-    let Ok(given) = Given::read(flag, &Raw::Arguments(vec![kept.to_owned()]), Origin::Flag) else { return };
-    if resolved.values.lookup(NAME).is_some_and(|(value, _)| *value == given.value) {
-        return;
+/// Setting whose default differs from what the program did before it had the setting.
+const ORIENTATION: &str = "orientation";
+/// Value of [`ORIENTATION`] in checkpoints that do not name it.
+const BEFORE: &str = "stored";
+
+/// Settings of a run that resumes a checkpoint of another orientation than theirs, unless the user gives one, and a note about it.
+fn of_orientation(resolved: &Resolved, output_dir: &Path) -> Result<Option<(Resolved, String)>> {
+    let value = |resolved: &Resolved| resolved.values.lookup(ORIENTATION).cloned();
+    if value(resolved).is_some_and(|(_, origin)| origin.is_users()) {
+        return Ok(None);
+    }
+    let saved = saved(&resolved.settings, output_dir).filter(|saved| !saved.model_only);
+    let Some((flag, saved)) = find(ORIENTATION).zip(saved) else { return Ok(None) };
+    let named = saved.fingerprint.get(ORIENTATION).and_then(Value::as_str);
+    let kept = named.unwrap_or(BEFORE);
+    let given = Given::read(flag, &Raw::Arguments(vec![kept.to_owned()]), Origin::Flag)?;
+    if value(resolved).is_some_and(|(value, _)| value == given.value) {
+        return Ok(None);
     }
     let why = match named {
         Some(_) => "the run resumes from a checkpoint with this setting",
@@ -123,12 +127,35 @@ pub fn keep_orientation(resolved: &mut Resolved) {
             "the checkpoint to resume from is of a program that did not turn pictures and clips, and the model keeps the same pixels; `--orientation upright` turns them"
         }
     };
-    resolved.notes.push(format!("using --{NAME} {kept}: {why}"));
-    let set = (flag.place.set)(&mut resolved.settings, &given.value);
-    resolved.settings.rewards.scorers.orientation = resolved.settings.prompts.media.orientation;
-    if set.is_ok() {
-        resolved.values.set(given);
+    let mut own = resolved.clone();
+    (flag.place.set)(&mut own.settings, &given.value)?;
+    own.settings.rewards.scorers.orientation = own.settings.prompts.media.orientation;
+    own.values.set(given);
+    // An environment opens pictures as well.
+    own.settings.interact()?;
+    Ok(Some((own, format!("using --{ORIENTATION} {kept}: {why}"))))
+}
+
+/// Prepares a run in a directory and returns the settings that it has. If it resumes, it reads pictures as its checkpoint did; a run
+/// that starts from the beginning, in a directory with checkpoints as well, reads them as its settings say.
+fn prepare_in(
+    output_dir: &Path,
+    resolved: &Resolved,
+    context: &Context,
+    objective: Objective,
+) -> Result<(Resolved, Prepared)> {
+    let prepared = |resolved: &Resolved| prepare(resolved, context, objective, Some(output_dir));
+    if let Some((own, note)) = of_orientation(resolved, output_dir)? {
+        context.console.line(&note);
+        let prepared = prepared(&own)?;
+        if prepared.resumes_from().is_some() {
+            return Ok((own, prepared));
+        }
+        context
+            .console
+            .line("the run does not resume from that checkpoint, so it has the orientation of its settings");
     }
+    Ok((resolved.clone(), prepared(resolved)?))
 }
 
 /// Summary of a run, or its failure.
@@ -272,19 +299,19 @@ fn run_logged(
     let settings = &resolved.settings;
     let ranks = &context.ranks;
     let prepared = || {
-        let prepared = prepare(resolved, context, objective, Some(lock.root()))?;
-        plan::refuse(resolved, context.checkpoint()?, &prepared)?;
-        Ok(prepared)
+        let (resolved, prepared) = prepare_in(lock.root(), resolved, context, objective)?;
+        plan::refuse(&resolved, context.checkpoint()?, &prepared)?;
+        Ok((resolved, prepared))
     };
     // The first rank fills the caches of downloads and checks, which the others then read.
     let own = together(ranks, if ranks.is_first() { prepared().map(Some) } else { Ok(None) })?;
-    let prepared = together(ranks, own.map_or_else(prepared, Ok))?;
+    let (resolved, prepared) = together(ranks, own.map_or_else(prepared, Ok))?;
     connect_gpus(context, settings, context.device()?)?;
     if !context.is_called() {
         install_signals(context)?;
     }
     profile::enable(settings.log.profile);
-    let trackers = watch::trackers(resolved, lock.root(), context);
+    let trackers = watch::trackers(&resolved, lock.root(), context);
     let output = Output { lock, observer, trackers };
     let trained = prepared.train(output, &context.console, &context.stop)?;
     if settings.log.profile && ranks.is_first() {
@@ -383,7 +410,11 @@ fn run_plan(resolved: &Resolved, objective: Objective, leaves: usize) -> RunPlan
     let Settings { run, env, .. } = &resolved.settings;
     RunPlan {
         objective,
-        resume: ResumePlan { fingerprint: binding(resolved, leaves), ..run.resume.clone() },
+        resume: ResumePlan {
+            fingerprint: binding(resolved, leaves),
+            before: before(resolved.verb),
+            ..run.resume.clone()
+        },
         records: RecordPlan {
             debug_log: env.debug_log.clone().map(DebugLog::new),
             files: vec![("config.yaml", print_config(resolved).into_bytes())],
@@ -460,6 +491,15 @@ fn binding(resolved: &Resolved, leaves: usize) -> Map<String, Value> {
     if leaves > 1 {
         out.insert(LEAVES.into(), leaves.into());
     }
+    out
+}
+
+/// Returns the values of settings in checkpoints of earlier versions, which had fewer: the defaults, which keep what those did.
+fn before(verb: Verb) -> Map<String, Value> {
+    let defaults = Values::defaults(verb);
+    let mut out: Map<String, Value> =
+        defaults.binding(verb).map(|(flag, value)| (flag.name.to_owned(), value)).collect();
+    out.insert(ORIENTATION.into(), BEFORE.into());
     out
 }
 

@@ -524,7 +524,7 @@ mod tests {
     use super::*;
     use crate::settings::config;
     use crate::settings::environment::Environment;
-    use crate::settings::values::{Origin, Values};
+    use crate::settings::values::{Given, Origin, Values};
 
     #[test]
     fn names_are_unique_and_lower_case() {
@@ -612,6 +612,75 @@ mod tests {
                     .unwrap_or_else(|e| panic!("{} {text}: {e}", flag.name));
             }
         }
+    }
+
+    /// A setting that is a number refuses NaN and infinity by name, on the command line, in a file and from a program. JSON has
+    /// neither, so a program can only give their texts.
+    #[test]
+    fn numbers_that_are_not_finite_are_refused_everywhere() {
+        use std::ffi::OsString;
+
+        use crate::cli::arguments;
+        use crate::settings::layer::Layer;
+
+        let is_number = |kind: &Kind| {
+            matches!(kind, Kind::Int { .. } | Kind::Float { .. } | Kind::Fraction | Kind::Floats)
+        };
+        let of_text = [("gpu_memory", "GB"), ("keep", "")];
+        let unit = |flag: &Flag| of_text.iter().find(|(name, _)| *name == flag.name).map(|(_, unit)| *unit);
+        let numbers: Vec<&Flag> =
+            all().filter(|flag| is_number(&flag.kind) || unit(flag).is_some()).collect();
+        assert!(numbers.len() > 100, "{}", numbers.len());
+        for flag in numbers {
+            let (name, unit, verb) = (flag.name, unit(flag).unwrap_or_default(), flag.verbs[0]);
+            let named = |problem: &str, text: &str| {
+                assert!(
+                    problem.contains(&format!("`{name}`")) || problem.contains(&format!("--{name}")),
+                    "{name} {text}: {problem}"
+                );
+            };
+            let said = |layer: Layer| -> Vec<String> {
+                let of_field = |given: &Given| (given.flag.place.set)(&mut Settings::default(), &given.value);
+                let late = layer.given.iter().filter_map(|given| of_field(given).err());
+                layer.problems.iter().map(ToString::to_string).chain(late.map(|p| p.to_string())).collect()
+            };
+            for text in ["nan", "NaN", "inf", "-inf", "Infinity", "1e999", "-1e999"] {
+                let text = format!("{text}{unit}");
+                let words = ["omnigrpo".to_owned()]
+                    .into_iter()
+                    .chain(verb.name().split(' ').map(str::to_owned).chain([format!("--{name}={text}")]));
+                let given = arguments::parse(words.map(OsString::from), |_| None);
+                named(&given.expect_err(name).to_string(), &text);
+                let from_program: Vec<String> = said(Layer::of(verb, [(name, text.clone().into())]));
+                named(&from_program.concat(), &text);
+                if matches!(flag.kind, Kind::Floats) {
+                    let list = serde_json::json!([1.0, text]);
+                    let from_program: Vec<String> = said(Layer::of(verb, [(name, list)]));
+                    named(&from_program.concat(), &text);
+                }
+            }
+            for text in [".nan", ".NaN", ".inf", "-.inf", "+.Inf", "nan", "1e999", "[1, .nan]", "[.inf]"] {
+                let lines = format!("{name}: {text}");
+                let from_file: Vec<String> = said(config::parse(&lines, "f", |_| Origin::Flag));
+                named(&from_file.concat(), text);
+            }
+        }
+    }
+
+    /// A number in a mapping of a file is finite too, at every depth.
+    #[test]
+    fn numbers_in_mappings_are_finite() {
+        let read =
+            |text: &str| config::parse(&format!("chat_template_kwargs: {text}"), "f", |_| Origin::Flag);
+        for text in ["{a: .nan}", "{a: {b: [1, .inf]}}", "{a: -.Inf}"] {
+            let said: String = read(text).problems.iter().map(ToString::to_string).collect();
+            let named = ["`chat_template_kwargs`", "finite numbers"].iter().all(|part| said.contains(part));
+            assert!(named, "{text}: {said}");
+        }
+        let layer = read("{a: 1, b: [true, null, -2.5, x], c: {d: 3}}");
+        assert!(layer.problems.is_empty(), "{layer:?}");
+        let expected = serde_json::json!({"a": 1, "b": [true, null, -2.5, "x"], "c": {"d": 3}});
+        assert_eq!(layer.given[0].value.json(), expected);
     }
 
     #[test]

@@ -38,7 +38,7 @@ pub const FLAGS: &[Flag] = &[
              by another row; 0 keeps such groups.",
         ),
     row("temperature", float(0.0, 100.0), at!(algorithm.sampling.temperature), SAMPLES)
-        .help("Sampling temperature; 0 takes the most likely token.")
+        .help("Sampling temperature, from 0.0001 to 100; 0 takes the most likely token.")
         .alias(&["generation_temperature"])
         .per_verb(&[(Eval, "0")]),
     row("top_p", float(1e-6, 1.0), at!(algorithm.sampling.top_p), SAMPLES)
