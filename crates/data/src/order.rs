@@ -154,7 +154,8 @@ impl Order {
         for _ in 0..2 * self.rows.len() + 1 {
             if self.state.index >= self.permutation.len() as u64 {
                 self.state.index = 0;
-                self.state.epoch += 1;
+                // A damaged checkpoint may name the last pass that there is.
+                self.state.epoch = self.state.epoch.saturating_add(1);
                 self.state.judged.clone_from(&self.state.earned);
                 self.shuffle_epoch();
             }

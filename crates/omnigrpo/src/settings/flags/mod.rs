@@ -646,9 +646,8 @@ mod tests {
             };
             for text in ["nan", "NaN", "inf", "-inf", "Infinity", "1e999", "-1e999"] {
                 let text = format!("{text}{unit}");
-                let words = ["omnigrpo".to_owned()]
-                    .into_iter()
-                    .chain(verb.name().split(' ').map(str::to_owned).chain([format!("--{name}={text}")]));
+                let line = format!("omnigrpo {} --{name}={text}", verb.name());
+                let words = line.split(' ').map(str::to_owned);
                 let given = arguments::parse(words.map(OsString::from), |_| None);
                 named(&given.expect_err(name).to_string(), &text);
                 let from_program: Vec<String> = said(Layer::of(verb, [(name, text.clone().into())]));
