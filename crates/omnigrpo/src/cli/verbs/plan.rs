@@ -385,7 +385,7 @@ fn ways(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Re
         let Ok(need) = prepared.memory(&variant) else { continue };
         ways.push(Way { flags, need });
     }
-    // What the program itself takes is measured and varies from one moment to the next; no flag changes it.
+    // The memory of the program itself is measured. It varies from one moment to the next, and no flag changes it.
     let total = |memory: &Memory| memory.total() - memory.program;
     let totals = |need: &Need| [total(&need.memory), need.main.as_ref().map_or(0, total)];
     let base = totals(&prepared.forecast().need);
