@@ -9,6 +9,7 @@ use std::sync::Mutex;
 
 use omnigrpo_kernels::paths::{self, choose};
 use omnigrpo_kernels::quant::{QuantBits, keep_inputs, one_kernel, rounds_inputs};
+use omnigrpo_kernels::{Instructions, limit_instructions};
 use omnigrpo_models::{Checkpoint, LoadOptions, LoraConfig, Model, Quantization, WeightDtype};
 use omnigrpo_observe::Console;
 use omnigrpo_rollout::SamplingParams;
@@ -165,8 +166,9 @@ fn outliers_do_not_part_rollout_and_training() {
     ];
     let (mut told, mut far) = (Vec::new(), false);
     for (at, (model, outliers)) in cases.into_iter().enumerate() {
-        // Training on matrix tiles and decoding in bytes stay within the bounds without the largest outliers only.
-        if matches!(outliers, Outliers::Both(_)) && rounds_inputs() && !one_kernel() {
+        // Training on matrix tiles rounds otherwise than decoding in bytes. Nothing bounds the effect of the largest outliers.
+        let tiles = rounds_inputs() && !one_kernel();
+        if tiles && matches!(outliers, Outliers::Both(_)) {
             continue;
         }
         let place = TempDir::new().unwrap();
@@ -176,14 +178,20 @@ fn outliers_do_not_part_rollout_and_training() {
             let (mean, max) = gap(&place, &dir, bits, &format!("{}", bits.bits()));
             told.push(format!("{model}, {outliers:?}, {bits:?}: mean {mean:.1e}, largest {max:.1e}"));
             // With one kernel, only the order of sums in attention differs, and what it moves across a step of the inputs.
-            far |= if one_kernel() { mean > 0.1 * bound || max > 0.3 } else { mean > bound };
+            far |= if tiles { mean > 1.5 * bound } else { mean > 0.1 * bound || max > 0.3 };
         }
-        // With f32 inputs only the order of sums differs.
+        // With f32 inputs, by choice or because the CPU does not multiply bytes, only the order of sums differs.
         if at + 1 == cases.len() {
             keep_inputs(true);
-            let (mean, max) = gap(&place, &dir, QuantBits::Eight, "kept");
+            let kept = gap(&place, &dir, QuantBits::Eight, "kept");
             keep_inputs(false);
-            assert!(mean < 1e-5 && max < 1e-3, "f32 inputs: mean {mean:.1e}, largest {max:.1e}");
+            limit_instructions(Instructions::Vectors);
+            let vectors = [QuantBits::Eight, QuantBits::Four]
+                .map(|bits| gap(&place, &dir, bits, &format!("vectors-{}", bits.bits())));
+            limit_instructions(Instructions::Best);
+            for (mean, max) in [kept, vectors[0], vectors[1]] {
+                assert!(mean < 1e-5 && max < 1e-3, "f32 inputs: mean {mean:.1e}, largest {max:.1e}");
+            }
         }
     }
     assert!(!far, "{told:#?}");
