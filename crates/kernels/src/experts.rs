@@ -133,7 +133,7 @@ pub fn backward_input(dy: Mat, w: Weight, groups: Groups) -> Vec<f32> {
         buffer::matrix(places, k, |dx| {
             groups.each(k * dy.cols, |expert, rows| {
                 let layer = Layer::new(w.rows(expert * k..(expert + 1) * k));
-                linear::forward_into(dy.row_range(rows.clone()), &[layer], false, dx.at_rows(rows));
+                linear::product_into(dy.row_range(rows.clone()), &[layer], false, dx.at_rows(rows));
             });
         })
     }

@@ -207,7 +207,7 @@ pub fn chosen() -> Option<Path> {
     Path::ALL.into_iter().find(|path| *path as u8 == chosen)
 }
 
-/// Returns the path of products with bf16 weights. Products of many rows with 8-bit or 4-bit weights use it too.
+/// Returns the path of products with bf16 weights. Products that widen 8-bit or 4-bit weights use it too.
 #[must_use]
 pub fn path() -> Path {
     chosen().filter(|path| path.works()).unwrap_or_else(|| match Cpu::here() {

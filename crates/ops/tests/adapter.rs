@@ -118,11 +118,19 @@ fn gradients_equal_central_differences() {
                 l.dropout = Some(Dropout::new(9, Some([3u64, 1, 4, 1, 5].into())));
             }
             let (_, dx) = tape(&l, false);
-            // Products of less than 32 bits round both factors; here inputs and gradients are about 1.
-            let rounded = base != Base::F32 && omnigrpo_kernels::rounds_bf16();
+            // Products of less than 32 bits round both factors; here inputs and gradients are about 1. Beside 4-bit weights an
+            // input has one byte with 127 steps, half as many as bf16 has there, and a moved input changes the steps of others.
+            let bytes = omnigrpo_kernels::quant::one_kernel();
+            let rounded = match base {
+                Base::F32 => 1e-4,
+                Base::Quantised(QuantBits::Four) if bytes => 5e-2,
+                Base::Quantised(QuantBits::Eight) if bytes => 2e-2,
+                _ if omnigrpo_kernels::rounds_bf16() => 2e-2,
+                _ => 1e-4,
+            };
             let near = |got: f32, want: f64, what: &str| {
                 let error = (f64::from(got) - want).abs();
-                let bound = if rounded && what == "dx" { 2e-2 } else { 1e-4 };
+                let bound = if what == "dx" { rounded } else { 1e-4 };
                 assert!(error <= bound, "{base:?} {rate} {what}: {got} for {want}");
             };
             for at in (0..ROWS * K).step_by(7) {

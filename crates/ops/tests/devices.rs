@@ -460,7 +460,7 @@ fn frozen_weights_of_every_dtype() {
     };
     let bf16 = Param::new("w", Part::Llm, &[n, k], Values::F32(values.clone()).into_bf16()).unwrap();
     // A GPU rounds both factors to bf16 for any weight of less than 32 bits. A CPU does so if it multiplies bf16; with
-    // few rows and weights of few bits, it encodes inputs if it multiplies bytes.
+    // weights of few bits, it encodes inputs if it multiplies bytes.
     let rounds = |device: Device, param: &Param| match device {
         Device::Cpu if param.dtype() == ParamDtype::Bf16 => omnigrpo_kernels::rounds_bf16(),
         Device::Cpu => omnigrpo_kernels::rounds_bf16() || omnigrpo_kernels::quant::rounds_inputs(),

@@ -1,14 +1,19 @@
-//! Rollouts with frozen weights in 8 and 4 bits, where activations have outliers: their log-probabilities stay close to training's.
+//! Bounds on differences between log-probabilities: of rollouts and training with frozen weights in 8 and 4 bits, where activations
+//! have outliers, and of two ways to multiply by bf16 weights.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
 mod setup;
 
 use std::path::Path;
+use std::sync::Mutex;
 
-use omnigrpo_kernels::quant::{QuantBits, keep_inputs};
+use omnigrpo_kernels::paths::{self, choose};
+use omnigrpo_kernels::quant::{QuantBits, keep_inputs, one_kernel, rounds_inputs};
+use omnigrpo_kernels::{Instructions, limit_instructions};
 use omnigrpo_models::{Checkpoint, LoadOptions, LoraConfig, Model, Quantization, WeightDtype};
 use omnigrpo_observe::Console;
-use omnigrpo_train::{Selection, train};
+use omnigrpo_rollout::SamplingParams;
+use omnigrpo_train::{EvalOptions, Selection, generate, logprobs, train};
 use serde_json::{Value, json};
 use setup::{checkpoint, lines, number, questions};
 use tempfile::TempDir;
@@ -26,7 +31,12 @@ enum Outliers {
     EachGroup(f32),
     /// One in 64 of the inputs of `down_proj`.
     Down(f32),
+    /// Both of the two above.
+    Both(f32),
 }
+
+/// The tests choose kernels of the process.
+static CHOICE: Mutex<()> = Mutex::new(());
 
 /// Returns numbers that are nearly normal: sums of twelve even ones.
 fn noise(len: usize, seed: u64) -> Vec<f32> {
@@ -43,9 +53,9 @@ fn scale_column(w: &mut [f32], width: usize, at: usize, factor: f32) {
     w.iter_mut().skip(at).step_by(width).for_each(|w| *w *= factor);
 }
 
-/// A Qwen2.5-VL of width 96 with random weights in a directory.
-fn write_model(dir: &Path, outliers: Outliers) {
-    let source = checkpoint("qwen2_5_vl_untied");
+/// A model of width 96 with random weights in a directory, with the other settings of a tiny checkpoint.
+fn write_model(name: &str, dir: &Path, outliers: Outliers) {
+    let source = checkpoint(name);
     let plan = dir.with_extension("plan");
     std::fs::create_dir(&plan).unwrap();
     for file in std::fs::read_dir(&source).unwrap() {
@@ -60,7 +70,10 @@ fn write_model(dir: &Path, outliers: Outliers) {
     for (key, value) in
         [("hidden_size", WIDTH), ("intermediate_size", FEED_FORWARD), ("num_attention_heads", 6)]
     {
-        config[key] = json!(value);
+        match config.get_mut("text_config") {
+            Some(text) => text[key] = json!(value),
+            None => config[key] = json!(value),
+        }
     }
     config["vision_config"]["out_hidden_size"] = json!(WIDTH);
     std::fs::write(plan.join("config.json"), config.to_string()).unwrap();
@@ -86,27 +99,24 @@ fn write_model(dir: &Path, outliers: Outliers) {
             ["q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight"];
         let reads = name.contains("layers.") && readers.iter().any(|end| name.ends_with(end));
         let channels = |every: usize| (3..WIDTH).step_by(every);
-        match outliers {
-            Outliers::OneChannel(f) | Outliers::EachGroup(f) => {
-                let every = if matches!(outliers, Outliers::EachGroup(_)) { 64 } else { WIDTH };
-                for c in channels(every) {
-                    if norm {
-                        w[c] *= f;
-                    } else if reads {
-                        scale_column(&mut w, width, c, 1.0 / f);
-                    }
+        if let Outliers::OneChannel(f) | Outliers::EachGroup(f) | Outliers::Both(f) = outliers {
+            let every = if matches!(outliers, Outliers::OneChannel(_)) { WIDTH } else { 64 };
+            for c in channels(every) {
+                if norm {
+                    w[c] *= f;
+                } else if reads {
+                    scale_column(&mut w, width, c, 1.0 / f);
                 }
             }
-            Outliers::Down(f) => {
-                for c in (5..FEED_FORWARD).step_by(64) {
-                    if name.ends_with("up_proj.weight") && reads {
-                        w[c * width..(c + 1) * width].iter_mut().for_each(|w| *w *= f);
-                    } else if name.ends_with("mlp.down_proj.weight") && name.contains("layers.") {
-                        scale_column(&mut w, width, c, 1.0 / f);
-                    }
+        }
+        if let Outliers::Down(f) | Outliers::Both(f) = outliers {
+            for c in (5..FEED_FORWARD).step_by(64) {
+                if name.ends_with("up_proj.weight") && reads {
+                    w[c * width..(c + 1) * width].iter_mut().for_each(|w| *w *= f);
+                } else if name.ends_with("mlp.down_proj.weight") && name.contains("layers.") {
+                    scale_column(&mut w, width, c, 1.0 / f);
                 }
             }
-            Outliers::None => {}
         }
         param.store(&w).unwrap();
     }
@@ -139,32 +149,99 @@ fn gap(place: &TempDir, dir: &Path, bits: QuantBits, name: &str) -> (f64, f64) {
 
 #[test]
 fn outliers_do_not_part_rollout_and_training() {
+    let _own = CHOICE.lock().unwrap();
+    let (qwen25, qwen3) = ("qwen2_5_vl_untied", "qwen3_vl");
     let cases = [
-        Outliers::None,
-        Outliers::OneChannel(10.0),
-        Outliers::OneChannel(30.0),
-        Outliers::OneChannel(100.0),
-        Outliers::EachGroup(30.0),
-        Outliers::EachGroup(300.0),
-        Outliers::Down(30.0),
+        (qwen25, Outliers::None),
+        (qwen25, Outliers::OneChannel(10.0)),
+        (qwen25, Outliers::OneChannel(30.0)),
+        (qwen25, Outliers::OneChannel(100.0)),
+        (qwen25, Outliers::EachGroup(30.0)),
+        (qwen25, Outliers::EachGroup(300.0)),
+        (qwen25, Outliers::Both(300.0)),
+        (qwen3, Outliers::OneChannel(30.0)),
+        (qwen3, Outliers::OneChannel(100.0)),
+        (qwen3, Outliers::Both(300.0)),
+        (qwen25, Outliers::Down(30.0)),
     ];
     let (mut told, mut far) = (Vec::new(), false);
-    for (at, outliers) in cases.into_iter().enumerate() {
+    for (at, (model, outliers)) in cases.into_iter().enumerate() {
+        // Training on matrix tiles rounds otherwise than decoding in bytes. Nothing bounds the effect of the largest outliers.
+        let tiles = rounds_inputs() && !one_kernel();
+        if tiles && matches!(outliers, Outliers::Both(_)) {
+            continue;
+        }
         let place = TempDir::new().unwrap();
         let dir = place.path().join("model");
-        write_model(&dir, outliers);
+        write_model(model, &dir, outliers);
         for (bits, bound) in [(QuantBits::Eight, 0.02), (QuantBits::Four, 0.04)] {
             let (mean, max) = gap(&place, &dir, bits, &format!("{}", bits.bits()));
-            told.push(format!("{outliers:?}, {bits:?}: mean {mean:.1e}, largest {max:.1e}"));
-            far |= mean > bound;
+            told.push(format!("{model}, {outliers:?}, {bits:?}: mean {mean:.1e}, largest {max:.1e}"));
+            // With one kernel, only the order of sums in attention differs, and what it moves across a step of the inputs.
+            far |= if tiles { mean > 1.5 * bound } else { mean > 0.1 * bound || max > 0.3 };
         }
-        // With f32 inputs only the order of sums differs.
+        // With f32 inputs, by choice or because the CPU does not multiply bytes, only the order of sums differs.
         if at + 1 == cases.len() {
             keep_inputs(true);
-            let (mean, max) = gap(&place, &dir, QuantBits::Eight, "kept");
+            let kept = gap(&place, &dir, QuantBits::Eight, "kept");
             keep_inputs(false);
-            assert!(mean < 1e-5 && max < 1e-3, "f32 inputs: mean {mean:.1e}, largest {max:.1e}");
+            limit_instructions(Instructions::Vectors);
+            let vectors = [QuantBits::Eight, QuantBits::Four]
+                .map(|bits| gap(&place, &dir, bits, &format!("vectors-{}", bits.bits())));
+            limit_instructions(Instructions::Best);
+            for (mean, max) in [kept, vectors[0], vectors[1]] {
+                assert!(mean < 1e-5 && max < 1e-3, "f32 inputs: mean {mean:.1e}, largest {max:.1e}");
+            }
         }
     }
     assert!(!far, "{told:#?}");
+}
+
+/// With pairs of bf16, the inputs of products are rounded too. On CPUs without the instruction, both ways are the same.
+#[test]
+fn products_of_bf16_pairs_stay_close_to_widened_ones() {
+    let _own = CHOICE.lock().unwrap();
+    let other = if paths::Path::Dot.works() { paths::Path::Dot } else { paths::Path::Widened };
+    let place = TempDir::new().unwrap();
+    let dataset = setup::dataset(&questions(place.path()), place.path());
+    for (name, temperature) in [("qwen2_5_vl_untied", 1.0), ("qwen3_vl", 0.7)] {
+        let dir = place.path().join(name);
+        write_model(name, &dir, Outliers::None);
+        let options = LoadOptions { dtype: WeightDtype::BFloat16, ..LoadOptions::default() };
+        let model = Model::load(&Checkpoint::open(&dir).unwrap(), &options).unwrap();
+        let sampling = SamplingParams {
+            max_completion_length: 40,
+            min_completion_length: 40,
+            temperature,
+            ..SamplingParams::default()
+        };
+        let options = EvalOptions { sampling, num_generations: 8, ..EvalOptions::default() };
+        let (mut sum, mut tokens, mut most) = (0.0, 0, 0.0f32);
+        generate(
+            &model,
+            &setup::prompts(&dir, 40),
+            (&dataset, &[0, 1]),
+            &options,
+            &mut |_| {},
+            &mut |batch| {
+                for (row, completions) in batch.rows.iter().zip(batch.completions) {
+                    let ids: Vec<Vec<u32>> = completions.iter().map(|c| c.ids.clone()).collect();
+                    let [widened, other] = [paths::Path::Widened, other].map(|path| {
+                        choose(Some(path)).unwrap();
+                        logprobs(&model, &row.prompt, &ids, temperature, None).unwrap().concat()
+                    });
+                    choose(None).unwrap();
+                    for (a, b) in widened.iter().zip(&other) {
+                        (sum, tokens) = (sum + f64::from((a - b).abs()), tokens + 1);
+                        most = most.max((a - b).abs());
+                    }
+                }
+                Ok(())
+            },
+        )
+        .unwrap();
+        let mean = sum / f64::from(tokens);
+        assert!(tokens > 500 && mean <= 0.03 && most <= 0.5, "{name}: {tokens} tokens, mean {mean}, {most}");
+        assert_eq!(mean > 1e-4, other == paths::Path::Dot, "{name}: {mean}");
+    }
 }

@@ -1,29 +1,46 @@
 //! Linear layers for many rows.
 
-use super::{Layer, any_quantised, dims_of, each_wide, fit, outputs, work};
+use super::{Layer, alike, any_quantised, dims_of, each_wide, fit, outputs, work};
 use crate::gemm::{self, Left, Multiply, Pack};
 use crate::mat::{Mat, MatMut, check};
 use crate::parallel::{Strips, part, tasks};
 use crate::profile::{self, Op, span};
 use crate::tiles::{self, Right};
 use crate::workspace::PANELS;
-use crate::{Stored, buffer};
+use crate::{Stored, buffer, quant};
 
 /// Computes `x Wᵀ + b` for many rows (prefill, scoring, training). `x` is `[m, k]`, and the result `[m, Σ n]` has the outputs of
 /// the layers side by side.
 #[must_use]
 pub fn forward(x: Mat, layers: &[Layer]) -> Vec<f32> {
     // SAFETY: the tasks cover the columns of all layers and all rows, and the first block overwrites the output.
-    unsafe { buffer::matrix(x.rows, outputs(layers), |y| write_forward(x, layers, false, y)) }
+    unsafe { buffer::matrix(x.rows, outputs(layers), |y| forward_into(x, layers, false, y)) }
 }
 
 /// Writes the result of [`forward`] to `y [m, Σ n]`. Replaces `y`, or adds to it if `accumulate`.
-pub fn forward_into(x: Mat, layers: &[Layer], accumulate: bool, y: MatMut) {
-    write_forward(x, layers, accumulate, y);
+///
+/// With quantised weights, each row has the bits of [`forward_rows_into`](super::forward_rows_into) if [`quant::one_kernel`].
+pub fn forward_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatMut) {
+    if !(any_quantised(layers) && quant::one_kernel()) {
+        return product_into(x, layers, accumulate, y);
+    }
+    let _span = span(Op::Linear, || profile::products(x.rows, layers));
+    check!("linear", fit(x, layers, &y), x.dims(), y.dims(), dims_of(layers));
+    let mut col = 0;
+    for (quantised, layers) in alike(layers) {
+        let y = y.again().columns(col..col + outputs(layers));
+        col += outputs(layers);
+        if quantised.is_empty() {
+            product_into(x, layers, accumulate, y);
+        } else {
+            quant::forward_rows(x, &quantised, accumulate, y);
+        }
+    }
 }
 
-/// Writes every element of the output. Reads the previous output only if `accumulate`.
-fn write_forward(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatMut) {
+/// Computes [`forward_into`] without converting the left operand to bytes, as a gradient requires. Writes every element of the
+/// output, and reads the previous output only if `accumulate`.
+pub(crate) fn product_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatMut) {
     let ((m, k), n) = (x.dims(), y.cols);
     let _span = span(Op::Linear, || profile::products(m, layers));
     check!("linear", fit(x, layers, &y), x.dims(), y.dims(), dims_of(layers));
@@ -32,7 +49,7 @@ fn write_forward(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatMut) {
     }
     if any_quantised(layers) {
         each_wide(layers, |col, layer| {
-            write_forward(x, &[layer], accumulate, y.again().columns(col..col + layer.n()));
+            product_into(x, &[layer], accumulate, y.again().columns(col..col + layer.n()));
         });
         return;
     }

@@ -9,8 +9,9 @@
 //! a bf16 weight also rounds the other factor to bf16, the gradient of the weight rounds both factors, and a bf16 number below
 //! 2⁻¹²⁶ counts as zero. On other CPUs, bf16 is widened and nothing is rounded.
 //!
-//! Quantised weights are widened piece by piece: to bf16 if the CPU multiplies bf16, else to f32 ([`crate::quant::keep_inputs`]
-//! forces f32 everywhere). Decoding multiplies them without widening ([`crate::quant`]).
+//! Decoding multiplies quantised weights without widening ([`crate::quant`]), and so do products of many rows if
+//! [`crate::quant::one_kernel`]. Other products widen them piece by piece: to bf16 if the CPU multiplies bf16, else to f32
+//! ([`crate::quant::keep_inputs`] forces f32 everywhere).
 //!
 //! Several layers with the same input (queries, keys and values; gate and up) run as one call.
 
@@ -18,6 +19,7 @@ mod forward;
 mod gradients;
 mod rows;
 
+pub(crate) use forward::product_into;
 pub use forward::{forward, forward_into};
 pub use gradients::{Gradient, backward_bias, backward_input, backward_input_into, backward_weight};
 pub use rows::forward_rows_into;
@@ -102,6 +104,17 @@ fn each_wide(layers: &[Layer], mut f: impl FnMut(usize, Layer)) {
         }
         col += total;
     }
+}
+
+/// A quantised weight with its bias.
+type FewBits<'a> = (QuantRows<'a>, Option<&'a [f32]>);
+
+/// Splits layers into runs whose weights have the same number of bits. Returns each run with its quantised weights, which are none
+/// or all.
+fn alike<'l, 'a>(layers: &'l [Layer<'a>]) -> impl Iterator<Item = (Vec<FewBits<'a>>, &'l [Layer<'a>])> {
+    let bits = |layer: &Layer| layer.few_bits().map(QuantRows::bits);
+    let runs = layers.chunk_by(move |a, b| bits(a) == bits(b));
+    runs.map(|run| (run.iter().filter_map(|l| Some((l.few_bits()?, l.bias))).collect(), run))
 }
 
 fn any_quantised(layers: &[Layer]) -> bool {

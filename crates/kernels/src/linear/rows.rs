@@ -1,12 +1,11 @@
 //! Linear layers for few rows: decoding.
 
-use super::{Layer, any_quantised, dims_of, fit, outputs, work};
+use super::{Layer, alike, any_quantised, dims_of, fit, outputs, work};
 use crate::mat::{Mat, MatMut, check};
 use crate::microkernel::{self, Dots, WeightPtr};
 use crate::parallel::{Strips, tasks};
 use crate::paths::{self, Path};
 use crate::profile::{self, Op, span};
-use crate::quant::QuantRows;
 use crate::workspace::{GROUPS, reserve};
 use crate::{Stored, quant, tiles};
 
@@ -23,18 +22,14 @@ pub fn forward_rows_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatM
     }
     if any_quantised(layers) {
         let mut col = 0;
-        for layers in
-            layers.chunk_by(|a, b| a.few_bits().map(QuantRows::bits) == b.few_bits().map(QuantRows::bits))
-        {
-            let n = outputs(layers);
-            let y = y.again().columns(col..col + n);
-            let quantised: Vec<_> = layers.iter().filter_map(|l| Some((l.few_bits()?, l.bias))).collect();
+        for (quantised, layers) in alike(layers) {
+            let y = y.again().columns(col..col + outputs(layers));
+            col += outputs(layers);
             if quantised.is_empty() {
                 forward_rows_into(x, layers, accumulate, y);
             } else {
                 quant::forward_rows(x, &quantised, accumulate, y);
             }
-            col += n;
         }
         return;
     }

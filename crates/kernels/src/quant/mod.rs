@@ -22,6 +22,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use half::bf16;
 
 use crate::parallel;
+use crate::paths::{self, Path};
 
 pub(crate) use rows::forward_rows;
 
@@ -30,8 +31,8 @@ static KEEP_INPUTS: AtomicBool = AtomicBool::new(false);
 /// Keeps the inputs of products with quantised weights in f32, both for many rows and for few, so that the two differ only in the
 /// order of sums.
 ///
-/// By default, products of many rows round inputs if [`crate::rounds_bf16`], and products of few rows round them if
-/// [`rounds_inputs`]. Do not call this function while a kernel runs.
+/// By default, products of few rows round inputs if [`rounds_inputs`]. Products of many rows round them in the same way if
+/// [`one_kernel`], else if [`crate::rounds_bf16`]. Do not call this function while a kernel runs.
 pub fn keep_inputs(keep: bool) {
     KEEP_INPUTS.store(keep, Ordering::Relaxed);
 }
@@ -48,6 +49,14 @@ pub fn rounds_inputs() -> bool {
     return rows::bytes::available();
     #[cfg(not(target_arch = "x86_64"))]
     false
+}
+
+/// Returns true if products of many rows with quantised weights use the kernel of decoding, so that a row has the same bits in
+/// both. This is the case if the CPU multiplies bytes ([`rounds_inputs`]) and has no matrix tiles, which multiply many rows
+/// several times as fast.
+#[must_use]
+pub fn one_kernel() -> bool {
+    rounds_inputs() && paths::path() != Path::Amx
 }
 
 /// Number of weights in a group, which share a minimum and a step.

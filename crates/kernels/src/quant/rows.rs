@@ -1,4 +1,5 @@
-//! Products of few rows (decoding) with weights of 8 or 4 bits.
+//! Products with weights of 8 or 4 bits that multiply codes: of few rows (decoding), and of many if
+//! [`one_kernel`](super::one_kernel).
 //!
 //! A group of weights has a minimum `m` and a step `s`. Its product with the inputs is `s·Σ q x + m·Σ x`. Codes are therefore
 //! multiplied without conversion to weights, and the scales are applied once per group.
@@ -27,8 +28,8 @@ use super::{GROUP, LANE, Line, PANEL, QuantBits, QuantRows};
 /// Computes `y [m, Σ n] = x [m, k] Wᵀ + b` for layers whose weights have the same number of bits. Adds to `y` if `accumulate`.
 ///
 /// The bits of a row depend only on its inputs, the weights and `k`.
-pub(crate) fn forward_rows(x: Mat, layers: &[(QuantRows, Option<&[f32]>)], accumulate: bool, y: MatMut) {
-    let ((m, k), n) = (x.dims(), y.cols);
+pub(crate) fn forward_rows(x: Mat, layers: &[(QuantRows, Option<&[f32]>)], accumulate: bool, mut y: MatMut) {
+    let (m, k) = x.dims();
     let Some((first, _)) = layers.first() else { return };
     let bits = first.bits;
     let alike = layers.iter().all(|(w, _)| w.bits == bits && w.k == k);
@@ -40,6 +41,18 @@ pub(crate) fn forward_rows(x: Mat, layers: &[(QuantRows, Option<&[f32]>)], accum
         y.dims(),
         layers.iter().map(|(w, _)| (w.bits, w.n, w.k)).collect::<Vec<_>>()
     );
+    // Rows that are multiplied by a panel one after the other stay in the second-level cache.
+    let block = (BLOCK_LEN / k.max(1) / 8 * 8).max(32);
+    for start in (0..m).step_by(block) {
+        let rows = start..m.min(start + block);
+        let y = y.again().row_range(rows.clone());
+        multiply(x.row_range(rows), layers, bits, accumulate, y);
+    }
+}
+
+/// Multiplies rows whose inputs stay in the cache.
+fn multiply(x: Mat, layers: &[(QuantRows, Option<&[f32]>)], bits: QuantBits, accumulate: bool, y: MatMut) {
+    let ((m, k), n) = (x.dims(), y.cols);
     let inputs = Inputs::new(x, bits);
     let of = |w: &QuantRows| (w.first + w.n).div_ceil(PANEL);
     let panels = layers.iter().map(|(w, _)| of(w)).sum();
@@ -62,6 +75,9 @@ pub(crate) fn forward_rows(x: Mat, layers: &[(QuantRows, Option<&[f32]>)], accum
         }
     });
 }
+
+/// Number of inputs that are multiplied by a panel one after the other.
+const BLOCK_LEN: usize = 1 << 17;
 
 /// Rows of inputs, in the format that a kernel reads.
 enum Inputs {

@@ -95,7 +95,7 @@ choice!(
 choice!(
     /// Form of activations in products with 8-bit or 4-bit weights.
     QuantizedActivations:
-    /// The fastest form: two 8-bit parts while decoding if the CPU multiplies bytes, bfloat16 for many rows if it multiplies bfloat16, else float32.
+    /// The fastest form: bytes if the CPU multiplies them (two for each activation beside 8-bit weights, one beside 4-bit weights), else float32. Many rows take bfloat16 on tiles, and on CPUs that multiply bfloat16 but no bytes.
     Auto = "auto",
     /// Unchanged everywhere: decoding and training then differ only by the order of sums.
     Float32 = "float32",

@@ -127,8 +127,9 @@ pub const FLAGS: &[Flag] = &[
         }),
     row("bf16_products", Choice(words::<Bf16Products>), at!(model.bf16_products), MULTIPLIES)
         .help(
-            "How the CPU multiplies with bfloat16 weights, and with 8-bit or 4-bit weights when there are many \
-             rows. `doctor` measures each way. A resumed run keeps the way that it began with.",
+            "How the CPU multiplies with bfloat16 weights, and with widened 8-bit or 4-bit weights. CPUs that \
+             multiply bytes widen them only for gradients, and for many rows on tiles. `doctor` measures each \
+             way. A resumed run keeps the way that it began with.",
         )
         .free(LOOP)
         .idle(|s, verb| {
