@@ -191,7 +191,9 @@ fn full_attention(text: &ConfigJson, layers: usize) -> Result<()> {
     }
     match kinds.len() {
         n if n == layers => Ok(()),
-        n => Err(text.error(format!("layer_types has {n} entries; expected one for each of {layers} layers"))),
+        n => {
+            Err(text.error(format!("layer_types has {n} entries; expected one for each of {layers} layers")))
+        }
     }
 }
 

@@ -11,8 +11,8 @@ use omnigrpo::family::{
     TextDefaults, WeightSource,
 };
 use omnigrpo::{
-    Checkpoint, GenerateOptions, Generator, LoadOptions, Model, PromptBuilder, PromptSettings,
-    Request, RowReader, SamplingParams, demo,
+    Checkpoint, GenerateOptions, Generator, LoadOptions, Model, PromptBuilder, PromptSettings, Request,
+    RowReader, SamplingParams, demo,
 };
 use serde_json::json;
 

@@ -237,7 +237,8 @@ impl Model {
                 (true, false) => self.tower(medium, &pass, &mut tape)?,
                 (false, _) => Var::constant(own.tower.to_device(self.device)),
             };
-            let rows = self.encoder(medium)?.project(&tower, medium, &prompt.instruction, &pass, &mut tape)?;
+            let rows =
+                self.encoder(medium)?.project(&tower, medium, &prompt.instruction, &pass, &mut tape)?;
             drop(tower);
             tape.backward(&rows, d)?;
         }
