@@ -25,10 +25,11 @@ fn load(name: &str, dtype: WeightDtype) -> Model {
     omnigrpo_testkit::load(&checkpoint(name), dtype).unwrap()
 }
 
-/// Completion log-probabilities of case A.
+/// Completion log-probabilities of case A, or of case B if the model reads text only.
 fn logprobs(model: &Model) -> Vec<f32> {
-    let prompt = case_prompt("A", model);
-    let completion = Golden::read("cases/A.safetensors").ids("completion_ids");
+    let case = if model.family().reads_text_only() { "B" } else { "A" };
+    let prompt = case_prompt(case, model);
+    let completion = Golden::read(&format!("cases/{case}.safetensors")).ids("completion_ids");
     let groups = [GroupStream { prompt: &prompt, completions: vec![&completion] }];
     let features = vec![model.encode_prompt(&prompt).unwrap()];
     model.score(&PackedStream::new(&groups).unwrap(), &features, 1.0).unwrap().0
