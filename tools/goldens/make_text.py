@@ -18,7 +18,7 @@ SHARED = dict(
     attention_dropout=0.0, bos_token_id=EOT, eos_token_id=IM_END, hidden_act="silu", initializer_range=0.02, intermediate_size=64, max_position_embeddings=512, num_hidden_layers=2,
     torch_dtype="float32", use_cache=True, vocab_size=VOCAB,
 )
-# As Qwen's files say it: windows are off.
+# Windows are off, as in Qwen's files.
 WINDOWS = dict(max_window_layers=2, sliding_window=32768, use_sliding_window=False)
 YARN = dict(type="yarn", factor=8.0, original_max_position_embeddings=64)
 LLAMA3 = dict(

@@ -289,6 +289,12 @@ fn every_command_runs_on_text_models() {
         place.run(&format!("{line} --reward_funcs random --output_dir {bits}")).ok();
         assert!(place.exists(&format!("{bits}/adapter_model.safetensors")));
     }
+    let hub = StandIn::start();
+    let mut command = place.command("push sft --hub_model_id me/text");
+    command.env("HF_HUB_OFFLINE", "").env("HF_ENDPOINT", hub.endpoint()).env("HF_TOKEN", StandIn::TOKEN);
+    ran(&mut command).ok();
+    let card = hub.look("me/text", |repo| repo.files["README.md"].clone()).unwrap();
+    assert!(String::from_utf8(card).unwrap().contains("pipeline_tag: text-generation\n"));
     // A row with a medium, and a medium beside a prompt, are refused with the reason.
     place.write("seen.jsonl", r#"{"image": "shapes.png", "problem": "<image>Which?", "solution": "x"}"#);
     let why = "the row has a medium of kind image, but this model reads text only; remove it from the row";

@@ -331,7 +331,8 @@ fn check_tools(file: &str, template: impl Fn(&str) -> Option<ChatTemplate>) -> u
 fn check_conversations(template: impl Fn(&str) -> Option<ChatTemplate>) -> usize {
     let dir = tempfile::tempdir().unwrap();
     std::fs::copy(data("tiny").join("tokenizer.json"), dir.path().join("tokenizer.json")).unwrap();
-    let config = r#"{"tokenizer_class": "Qwen2Tokenizer", "bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}"#;
+    let config =
+        r#"{"tokenizer_class": "Qwen2Tokenizer", "bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}"#;
     std::fs::write(dir.path().join("tokenizer_config.json"), config).unwrap();
     let tokenizer = Tokenizer::from_dir(dir.path()).unwrap();
     let text = std::fs::read(data("published_text_goldens.json")).unwrap();

@@ -17,7 +17,7 @@ pub(crate) struct TextClass {
     pub model_type: &'static str,
     /// Name of the class with an output head.
     pub architecture: &'static str,
-    /// Its fixed values and defaults.
+    /// Fixed values and defaults of the class.
     pub defaults: TextDefaults,
 }
 
