@@ -142,6 +142,9 @@ fn every_setting_gives_the_bits_of_one_process() {
         let dir = checkpoint("qwen3");
         setup.model = omnigrpo_testkit::load(&dir, WeightDtype::Auto).unwrap();
         setup.prompts = Arc::new(setup::prompts(&dir, 8));
+        let rows = (0..6).map(|n| json!({"question": format!("What is {n} + 1?"), "answer": n + 1}));
+        setup.dataset = Arc::new(omnigrpo_data::RowReader::new("sums").dataset(rows).unwrap());
+        setup.rows = (0..6).collect();
     }
     let more: [Setting; 10] = [
         ("plain", |_| {}),
