@@ -16,6 +16,7 @@ import make_qwen3_vl
 import make_replay
 import make_rope
 import make_scorers
+import make_text
 
 if __name__ == "__main__":
     fixtures.make_media()
@@ -34,3 +35,4 @@ if __name__ == "__main__":
     make_encoders.main()
     make_humanomni.main()
     make_scorers.main()
+    make_text.main()

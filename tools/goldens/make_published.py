@@ -7,7 +7,8 @@ import torch
 from fixtures import OUT, model_classes, published, write_json
 from make_aria import published_name as aria_name
 from transformers import (
-    AriaForConditionalGeneration, AutoConfig, InternVLForConditionalGeneration, Qwen3VLForConditionalGeneration,
+    AriaForConditionalGeneration, AutoConfig, AutoModelForCausalLM, InternVLForConditionalGeneration, LlamaConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 PUBLISHED = OUT / "published"
@@ -261,6 +262,73 @@ def tensor_list(family, directory):
     )
 
 
+# size -> hidden, intermediate, layers, heads, kv heads, vocabulary, tied
+QWEN2_5 = {
+    "0.5B": (896, 4864, 24, 14, 2, 151936, True), "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "3B": (2048, 11008, 36, 16, 2, 151936, True), "7B": (3584, 18944, 28, 28, 4, 152064, False),
+}
+# size -> hidden, intermediate, layers, heads, tied; all have 8 key and value heads of width 128.
+QWEN3 = {
+    "0.6B": (1024, 3072, 28, 16, True), "1.7B": (2048, 6144, 28, 16, True), "4B": (2560, 9728, 36, 32, True),
+    "8B": (4096, 12288, 36, 32, False),
+}
+# size -> hidden, intermediate, layers, heads, kv heads, theta
+SMOLLM2 = {
+    "135M": (576, 1536, 30, 9, 3, 100000), "360M": (960, 2560, 32, 15, 5, 100000),
+    "1.7B": (2048, 8192, 24, 32, 32, 130000),
+}
+
+
+def text_configs() -> dict:
+    """Models that read text only. Llama 3's has the sizes of 8B and nothing that the class has by default."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    shared = dict(hidden_act="silu", initializer_range=0.02, torch_dtype="bfloat16", use_cache=True)
+    out = {}
+    for size, (*sizes, kv, vocab, tied) in QWEN2_5.items():
+        out[f"qwen2_5_{size}"] = dict(zip(names, sizes)) | shared | dict(
+            architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, bos_token_id=151643, eos_token_id=151645,
+            max_position_embeddings=32768, max_window_layers=sizes[2], model_type="qwen2", num_key_value_heads=kv,
+            rms_norm_eps=1e-6, rope_theta=1000000.0, sliding_window=32768, tie_word_embeddings=tied,
+            use_sliding_window=False, vocab_size=vocab,
+        )
+    for size, (*sizes, tied) in QWEN3.items():
+        out[f"qwen3_{size}"] = dict(zip(names, sizes)) | shared | dict(
+            architectures=["Qwen3ForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=151643,
+            eos_token_id=151645, head_dim=128, max_position_embeddings=40960, max_window_layers=sizes[2],
+            model_type="qwen3", num_key_value_heads=8, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000,
+            sliding_window=None, tie_word_embeddings=tied, use_sliding_window=False, vocab_size=151936,
+        )
+    for size, (*sizes, kv, theta) in SMOLLM2.items():
+        out[f"smollm2_{size}"] = dict(zip(names, sizes)) | shared | dict(
+            architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=1,
+            eos_token_id=2, max_position_embeddings=8192, mlp_bias=False, model_type="llama", num_key_value_heads=kv,
+            pad_token_id=2, pretraining_tp=1, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=theta,
+            tie_word_embeddings=True, vocab_size=49152,
+        )
+    # Width, layers and heads are the class's own.
+    own = dict(
+        architectures=["LlamaForCausalLM"], intermediate_size=14336, max_position_embeddings=8192, model_type="llama",
+        num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=500000.0, torch_dtype="bfloat16", vocab_size=128256,
+    )
+    usual = LlamaConfig()
+    out["llama3_8B"] = own | {name: getattr(usual, name) for name in names if name not in own}
+    return out
+
+
+def text_tensors(directory) -> dict:
+    config = AutoConfig.from_pretrained(directory)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    rows, total = {}, 0
+    for name, p in model.named_parameters():
+        total += p.numel()
+        rows.setdefault((re.sub(r"\blayers\.(\d+)\.", r"layers.{i}.", name), tuple(p.shape)), set()).add(name)
+    return dict(
+        tied=config.tie_word_embeddings, parameters=total,
+        tensors=[[p, list(s), len(names) if "{i}" in p else 0] for (p, s), names in rows.items()],
+    )
+
+
 def aria_config() -> dict:
     """As published: width and heads of the tower, and the epsilon of the language model's norms, are left to the classes."""
     return dict(
@@ -297,11 +365,13 @@ def aria_tensors(directory) -> dict:
 def main():
     lines = []
     for key, config in (
-        configs() | qwen3_vl_configs() | internvl_configs() | {"aria_25B": aria_config()}
+        configs() | qwen3_vl_configs() | internvl_configs() | {"aria_25B": aria_config()} | text_configs()
     ).items():
         directory = PUBLISHED / key
         write_json(directory / "config.json", config)
-        if key.startswith("aria"):
+        if config["model_type"] in ("qwen2", "qwen3", "llama"):
+            result = text_tensors(directory)
+        elif key.startswith("aria"):
             result = aria_tensors(directory)
         elif key.startswith("qwen3"):
             result = qwen3_vl_tensors(directory)

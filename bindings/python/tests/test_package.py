@@ -131,6 +131,16 @@ def test_a_saved_model_answers_alike(demo, tmp_path):
     assert ask(omnigrpo.Model.load(tmp_path / "copy")) == ask(model)
 
 
+def test_a_model_that_reads_text_only_trains_and_answers(tmp_path):
+    model = PAGES.parent / "crates/models/tests/golden/checkpoints/qwen3"
+    rows = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(4)]
+    settings = {"max_steps": 1, "num_generations": 2, "max_completion_length": 4, "gradient_accumulation_steps": 1}
+    args = omnigrpo.GRPOConfig(tmp_path / "run", **settings)
+    omnigrpo.GRPOTrainer(model, ["accuracy"], args, rows).train()
+    answers = omnigrpo.Model.load(tmp_path / "run").generate(["What is 2 + 3?"], temperature=0, max_completion_length=4)
+    assert len(answers[0][0]["logprobs"]) == 4
+
+
 def test_the_program_is_the_module(tmp_path):
     said = subprocess.run([sys.executable, "-m", "omnigrpo", "--version"], capture_output=True, text=True)
     assert said.returncode == 0 and omnigrpo.__version__ in said.stdout

@@ -15,9 +15,10 @@ use std::sync::Arc;
 use omnigrpo_ops::{Activation, AttentionLayout, Layout, Linear, PackedLinear, Part, Pass, Rows, Tape};
 
 use crate::config_json::ConfigJson;
-use crate::decoder::{Decoder, DecoderConfig, DecoderNames, TextDefaults};
+use crate::decoder::{Decoder, DecoderConfig, DecoderNames};
 use crate::encoders::bert::{Bert, BertConfig, published_name};
 use crate::error::{ModelError, Result};
+use crate::families::TextClass;
 use crate::weights::{FileSource, FrozenWeights, Scope, WeightFiles};
 
 /// Largest number of rows of one pass. A longer sequence has a pass of its own.
@@ -54,12 +55,10 @@ impl SequenceClassifier {
     pub fn load(dir: &Path, how: impl Into<FrozenWeights>) -> Result<Self> {
         let json = ConfigJson::read(&dir.join("config.json"))?;
         let kind = json.text("model_type")?.unwrap_or_default();
-        let class = match kind {
-            "qwen2" => Some(TextDefaults::QWEN2),
-            "qwen3" => Some(TextDefaults::QWEN3),
-            "llama" => Some(TextDefaults::LLAMA),
-            "bert" | "roberta" | "xlm-roberta" | "camembert" => None,
-            other => {
+        let class = match (TextClass::named(kind), kind) {
+            (Some(class), _) => Some(class.defaults),
+            (None, "bert" | "roberta" | "xlm-roberta" | "camembert") => None,
+            (None, other) => {
                 let known = "qwen2, qwen3, llama, bert, roberta, xlm-roberta or camembert";
                 return Err(json.error(format!("model_type is {other:?}; a reward model is one of {known}")));
             }

@@ -126,8 +126,8 @@ impl DecoderConfig {
     /// `tie_word_embeddings` instead of `text`.
     ///
     /// # Errors
-    /// Returns an error if a field is missing or invalid, or if the model has sliding windows, an activation other than that
-    /// of SwiGLU, or biases in the feed-forward layer.
+    /// Returns an error if a field is missing or invalid, or if the model has sliding windows or dual-chunk attention, an
+    /// activation other than that of SwiGLU, or biases in the feed-forward layer.
     pub fn parse(text: &ConfigJson, root: &ConfigJson, class: TextDefaults) -> Result<Self> {
         let hidden = text.size("hidden_size", None)?;
         let q = text.size("num_attention_heads", None)?;
@@ -141,9 +141,8 @@ impl DecoderConfig {
                  key-value heads"
             )));
         }
-        if text.boolean("use_sliding_window", false)? {
-            return Err(text.error("use_sliding_window is true; sliding windows are not supported"));
-        }
+        let layers = text.size("num_hidden_layers", None)?;
+        full_attention(text, layers)?;
         if !matches!(text.text("hidden_act")?, None | Some("silu" | "swish")) {
             return Err(text.error("hidden_act of the language model is unsupported; expected \"silu\""));
         }
@@ -155,7 +154,7 @@ impl DecoderConfig {
         Ok(Self {
             hidden,
             intermediate: text.size("intermediate_size", None)?,
-            layers: text.size("num_hidden_layers", None)?,
+            layers,
             heads: AttentionHeads { q, kv, dim },
             vocab,
             padding: padding(text, vocab, class.padding)?,
@@ -171,6 +170,30 @@ impl DecoderConfig {
             experts: None,
             deep: 0,
         })
+    }
+}
+
+/// Checks that every block attends to all earlier rows.
+fn full_attention(text: &ConfigJson, layers: usize) -> Result<()> {
+    const FULL: &str = "full_attention";
+    if text.boolean("use_sliding_window", false)? {
+        return Err(text.error("use_sliding_window is true; sliding windows are not supported"));
+    }
+    if text.get("dual_chunk_attention_config").is_some() {
+        let what = "dual_chunk_attention_config is present; dual-chunk attention is not supported";
+        return Err(text.error(what));
+    }
+    let Some(kinds) = text.get("layer_types") else { return Ok(()) };
+    let kinds = kinds.as_array().ok_or_else(|| text.error("layer_types is not a list"))?;
+    if let Some(other) = kinds.iter().position(|kind| kind != FULL) {
+        let what = format!("layer_types has {} for layer {other}; only {FULL:?} is supported", kinds[other]);
+        return Err(text.error(what));
+    }
+    match kinds.len() {
+        n if n == layers => Ok(()),
+        n => {
+            Err(text.error(format!("layer_types has {n} entries; expected one for each of {layers} layers")))
+        }
     }
 }
 

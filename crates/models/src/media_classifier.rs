@@ -21,7 +21,7 @@ use crate::checkpoint::Checkpoint;
 use crate::classifier::{MAX_ROWS, one_output};
 use crate::config_json::ConfigJson;
 use crate::error::Result;
-use crate::families::{FamilyRow, MediumInput};
+use crate::families::{FamilyRow, MediumInput, TextClass};
 use crate::model::Model;
 use crate::prompt::{Prompt, PromptBuilder, PromptSettings};
 use crate::stream::{GroupStream, PackedStream};
@@ -47,12 +47,14 @@ struct Group<'a> {
 }
 
 impl MediaClassifier {
-    /// Returns whether the checkpoint in `dir` belongs to a supported family.
+    /// Returns whether the checkpoint in `dir` belongs to a supported family with media.
     ///
     /// # Errors
     /// Returns an error if `config.json` is unreadable.
     pub fn is_one(dir: &Path) -> Result<bool> {
-        Ok(FamilyRow::of(&ConfigJson::read(&dir.join("config.json"))?).is_some())
+        let json = ConfigJson::read(&dir.join("config.json"))?;
+        let text = json.text("model_type")?.and_then(TextClass::named);
+        Ok(text.is_none() && FamilyRow::of(&json).is_some())
     }
 
     /// Loads a checkpoint directory, frozen. `render` contains the settings for rendering conversations, such as a system prompt.

@@ -18,16 +18,18 @@ use omnigrpo_ops::{Param, ParamDtype, Part};
 use omnigrpo_testkit::{Golden, case_prompt, checkpoint, copy_dir, golden, max_diff, train_all, weight_bits};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
+use serde_json::json;
 use tempfile::TempDir;
 
 fn load(name: &str, dtype: WeightDtype) -> Model {
     omnigrpo_testkit::load(&checkpoint(name), dtype).unwrap()
 }
 
-/// Completion log-probabilities of case A.
+/// Completion log-probabilities of case A, or of case B if the model reads text only.
 fn logprobs(model: &Model) -> Vec<f32> {
-    let prompt = case_prompt("A", model);
-    let completion = Golden::read("cases/A.safetensors").ids("completion_ids");
+    let case = if model.family().reads_text_only() { "B" } else { "A" };
+    let prompt = case_prompt(case, model);
+    let completion = Golden::read(&format!("cases/{case}.safetensors")).ids("completion_ids");
     let groups = [GroupStream { prompt: &prompt, completions: vec![&completion] }];
     let features = vec![model.encode_prompt(&prompt).unwrap()];
     model.score(&PackedStream::new(&groups).unwrap(), &features, 1.0).unwrap().0
@@ -77,6 +79,9 @@ fn what_is_saved_loads_to_the_same_bits() {
         "qwen2_5_vl_tied_bf16",
         "qwen3_vl",
         "qwen3_vl_untied",
+        "qwen2",
+        "qwen3",
+        "llama",
     ] {
         let model = load(name, WeightDtype::Auto);
         let dir = TempDir::new().unwrap();
@@ -110,7 +115,7 @@ fn what_is_saved_loads_to_the_same_bits() {
         let file = SafeTensors::deserialize(&bytes).unwrap();
         assert_eq!(file.names().contains(&"lm_head.weight"), !model.decoder().tied(), "{name}");
         for tensor in file.names() {
-            let published = match name.starts_with("qwen3") {
+            let published = match name.starts_with("qwen3_vl") {
                 true => &["model.language_model.", "model.visual.", "lm_head."][..],
                 false => &["model.embed_tokens.", "model.layers.", "model.norm.", "visual.", "lm_head."],
             };
@@ -339,7 +344,7 @@ fn published_sizes_have_the_tensors_transformers_makes() {
     let text = std::fs::read(golden("published/tensors.json")).unwrap();
     let list: serde_json::Value = serde_json::from_slice(&text).unwrap();
     let list = list.as_object().unwrap();
-    assert_eq!(list.len(), 34);
+    assert_eq!(list.len(), 46);
     for (size, entry) in list {
         let mut expected = BTreeMap::new();
         for tensor in entry["tensors"].as_array().unwrap() {
@@ -360,8 +365,9 @@ fn published_sizes_have_the_tensors_transformers_makes() {
             s if s.starts_with("internvl_hf") => ("internvl_hf", "preprocessor_config.json"),
             s if s.starts_with("internvl") => ("internvl_original", "tokenizer.json"),
             s if s.starts_with("aria") => ("aria", "preprocessor_config.json"),
-            s if s.starts_with("qwen3") => ("qwen3_vl", "preprocessor_config.json"),
-            _ => ("qwen2_vl_tied", "preprocessor_config.json"),
+            s if s.starts_with("qwen3_vl") => ("qwen3_vl", "preprocessor_config.json"),
+            s if s.contains("_vl_") => ("qwen2_vl_tied", "preprocessor_config.json"),
+            _ => ("qwen2", "tokenizer.json"),
         };
         let text = std::fs::read_to_string(checkpoint(from).join(file)).unwrap();
         std::fs::write(dir.path().join(file), text.replace(": 28", ": 448").replace(": 112", ": 980"))
@@ -793,10 +799,10 @@ fn configurations_that_cannot_be_used_are_refused() {
     let changes: [Change; 26] = [
         (
             |c| {
-                c["model_type"] = "llama".into();
-                c["architectures"] = serde_json::json!(["LlamaForCausalLM"]);
+                c["model_type"] = "gpt2".into();
+                c["architectures"] = serde_json::json!(["GPT2LMHeadModel"]);
             },
-            &["\"llama\"", "LlamaForCausalLM", "Qwen/Qwen2-VL-2B-Instruct"],
+            &["\"gpt2\"", "GPT2LMHeadModel", "Qwen/Qwen2-VL-2B-Instruct"],
         ),
         (|c| c["num_key_value_heads"] = 3.into(), &["4 heads", "3 key-value heads"]),
         (
@@ -863,12 +869,56 @@ fn configurations_that_cannot_be_used_are_refused() {
     assert_refused(&dir.path().join("absent"), &["no config.json"]);
 }
 
+/// A model that reads text only is of one of three classes, and every layer attends to all rows before it.
+#[test]
+fn other_text_models_are_refused_by_name() {
+    let full = json!(["full_attention", "full_attention"]);
+    for (name, keys, parts) in [
+        ("qwen2", json!({"use_sliding_window": true}), &["use_sliding_window", "not supported"][..]),
+        (
+            "qwen3",
+            json!({"layer_types": ["full_attention", "sliding_attention"]}),
+            &["layer_types has \"sliding_attention\" for layer 1", "\"full_attention\""],
+        ),
+        (
+            "llama",
+            json!({"layer_types": ["full_attention"]}),
+            &["layer_types has 1 entries", "each of 2 layers"],
+        ),
+        ("llama", json!({"layer_types": "full_attention"}), &["layer_types is not a list"]),
+        ("qwen2", json!({"dual_chunk_attention_config": {"chunk_size": 8}}), &["dual-chunk attention"]),
+        ("qwen2", json!({"architectures": ["Qwen2ForSequenceClassification"]}), &["Qwen2ForCausalLM"]),
+        ("llama", json!({"model_type": "mistral"}), &["model_type is \"mistral\"; only \"llama\""]),
+        (
+            "qwen3",
+            json!({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}),
+            &["qwen3_moe", "unsupported"],
+        ),
+        ("llama", json!({"rope_scaling": {"rope_type": "longrope"}}), &["longrope", "llama3"]),
+    ] {
+        let dir = copied(name);
+        let open = |keys: &serde_json::Value| {
+            Checkpoint::open_with(dir.path(), |_| Ok::<_, ModelError>(keys.as_object().unwrap().clone()))
+        };
+        let message = open(&keys).err().unwrap().to_string();
+        assert!(parts.iter().all(|part| message.contains(part)), "{name}, {keys}: {message}");
+        open(&json!({"layer_types": full, "use_sliding_window": false})).unwrap();
+    }
+}
+
 /// After a checkpoint is opened nothing asks for its `config.json` again: it can be gone.
 #[test]
 fn the_configuration_is_read_once() {
-    for name in
-        ["qwen2_5_vl_tied", "qwen3_vl", "internvl_hf", "internvl_original", "aria", "aria_own", "humanomni"]
-    {
+    for name in [
+        "qwen2_5_vl_tied",
+        "qwen3_vl",
+        "internvl_hf",
+        "internvl_original",
+        "aria",
+        "aria_own",
+        "humanomni",
+        "qwen3",
+    ] {
         let place = TempDir::new().unwrap();
         let dir = place.path().join(name);
         copy_dir(&checkpoint(name), &dir);

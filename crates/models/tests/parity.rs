@@ -22,7 +22,7 @@ use omnigrpo_models::{
     Rope, RopeScaling, TextDefaults, Training, WeightDtype,
 };
 use omnigrpo_testkit::{
-    CHECKPOINTS, Golden, QWENS, assert_close, backward, case_prompt, causal_logits, check_gradients,
+    CHECKPOINTS, Golden, QWENS, TEXTS, assert_close, backward, case_prompt, causal_logits, check_gradients,
     check_reach, checkpoint, golden, max_diff, rows, take_gradients, train_all, training,
 };
 use serde_json::{Map, Value, json};
@@ -37,7 +37,8 @@ fn load(name: &str) -> Model {
 fn positions_logits_and_logprobs_equal_transformers() {
     let untied = ["qwen2_vl_untied", "qwen2_5_vl_untied"].map(|c| (c, vec!["E"]));
     let tied = CHECKPOINTS.map(|c| (c, CASES.to_vec()));
-    for (name, cases) in tied.into_iter().chain(untied) {
+    let texts = TEXTS.map(|c| (c, vec!["B"]));
+    for (name, cases) in tied.into_iter().chain(untied).chain(texts) {
         let model = load(name);
         for case in cases {
             let expected = Golden::read(&format!("cases/{case}.{name}.safetensors"));
@@ -79,6 +80,17 @@ fn logits_equal_transformers() {
         let delta = max_diff(&logits, &expected.f["logits"][..logits.len()]);
         assert!(delta <= 1e-4, "{name}: logits differ by {delta}");
     }
+    for name in TEXTS {
+        let model = load(name);
+        let expected = Golden::read(&format!("cases/B.{name}.safetensors"));
+        let prompt = case_prompt("B", &model);
+        let x = model.embed_prompt(&prompt, &[]).unwrap();
+        // Every eighth row of the prompt and its completion.
+        let rows: Vec<usize> = (0..prompt.ids.len()).step_by(8).collect();
+        let logits = causal_logits(&model, x, &prompt.positions, &rows);
+        let delta = max_diff(&logits, &expected.f["logits"][..logits.len()]);
+        assert!(logits.len() >= 8 * 320 && delta <= 1e-4, "{name}: logits differ by {delta}");
+    }
 }
 
 #[test]
@@ -111,9 +123,9 @@ fn features_equal_transformers() {
 
 #[test]
 fn every_gradient_equals_transformers() {
-    for (name, cases) in
-        [("qwen2_vl_tied", &CASES[..]), ("qwen2_5_vl_tied", &CASES[..]), ("qwen2_5_vl_untied", &["E"][..])]
-    {
+    let qwens =
+        [("qwen2_vl_tied", &CASES[..]), ("qwen2_5_vl_tied", &CASES[..]), ("qwen2_5_vl_untied", &["E"][..])];
+    for (name, cases) in qwens.into_iter().chain(TEXTS.map(|name| (name, &["B"][..]))) {
         let model = load(name);
         for case in cases {
             for recompute in [false, true] {

@@ -428,6 +428,49 @@ fn settings_that_a_family_does_not_read() {
     assert!(!left("humanomni", "qwen2_vl_tied").contains("left out"));
 }
 
+/// Settings of media and towers have no effect on a model that reads text only.
+#[test]
+fn settings_of_media_and_a_model_that_reads_text_only() {
+    let place = Place::new();
+    let model = support::golden("checkpoints/qwen2").display().to_string();
+    place.write("one.jsonl", r#"{"question": "What is 2+3?", "answer": "5"}"#);
+    let line = format!("train --model {model} --train_file one.jsonl --reward_funcs random --output_dir run");
+    for (name, value) in [
+        ("max_pixels", "12544"),
+        ("fps", "1"),
+        ("nframes", "2"),
+        ("frame_sampling", "processor"),
+        ("orientation", "stored"),
+        ("max_anyres_num", "2"),
+        ("image_column", "picture"),
+        ("video_folders", "."),
+        ("use_audio_in_video", "true"),
+        ("media_timeout_secs", "3"),
+        ("mm_processor_cache_gb", "1"),
+        ("freeze_vision_modules", "true"),
+        ("tune_mm_vision", "true"),
+        ("tune_mm_mlp", "false"),
+        ("temporal_order_bonus", "true"),
+    ] {
+        let no_effect = format!("`{name}` has no effect on qwen2");
+        let more = if name == "temporal_order_bonus" { "--reward_funcs accuracy" } else { "" };
+        place
+            .run(&format!("{line} {more} --{name} {value}"))
+            .fails(2, &[&no_effect, "got: ", &format!("help: it reads text only; leave `{name}` out")]);
+    }
+    place
+        .run(&format!("bench --model {model} --num_images 2"))
+        .fails(2, &["`num_images` has no effect on qwen2"]);
+    // What a preset sets for media is dropped with a note.
+    let small = "--max_steps 1 --num_generations 2 --max_completion_length 4 --threads 1";
+    let ran = place.run(&format!("{line} --preset r1-v {small}")).ok();
+    assert!(
+        ran.stderr.contains("left out of the preset r1-v, since they have no effect on qwen2"),
+        "{}",
+        ran.stderr
+    );
+}
+
 /// A number of frames for all clips is a target; a row that asks for more frames than its clip has is bad.
 #[test]
 fn a_clip_with_fewer_frames_than_the_preset_takes() {

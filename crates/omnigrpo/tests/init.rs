@@ -98,11 +98,15 @@ fn every_family_trains_with_what_is_written() {
         "internvl3_5_original",
         "aria",
         "humanomni",
+        "qwen2",
+        "qwen3",
+        "llama",
     ] {
         let place = Place::new();
         let clip = json!({"video": "clip.gif", "problem": "Which emotion?", "solution": "angry"}).to_string();
         match family {
             "humanomni" => place.write("mine.jsonl", clip),
+            "qwen2" | "qwen3" | "llama" => place.write("mine.jsonl", rows("How many?", &["3", "12"], false)),
             _ => place.write("mine.jsonl", rows("How many?", &["3", "12"], true)),
         }
         let model = golden("checkpoints").join(family).display().to_string();

@@ -4,7 +4,7 @@
 mod support;
 
 use serde_json::{Value, json};
-use support::Place;
+use support::{Place, golden};
 
 /// A program that answers every turn with the picture of the row, or a word.
 const PROGRAM: &str = r#"
@@ -49,15 +49,19 @@ fn turns(row: &Value) -> Vec<Value> {
 fn a_program_answers_in_training_generation_and_evaluation() {
     let place = place();
     place.write("flat.py", FLAT);
+    place.write("text.jsonl", r#"{"question": "What is 2+3?", "answer": "5"}"#);
     for (run, more) in [
         ("plain", ""),
         ("lora", "--use_peft --lora_r 2"),
         ("few_bits", "--use_peft --lora_r 2 --load_in_4bit"),
         ("resampled", "--max_resample_times 16 --num_iterations 2"),
         ("emulated", "--device emulated"),
+        ("text", ""),
     ] {
+        let text = golden("checkpoints/qwen3").display().to_string();
+        let (model, rows) = if run == "text" { (&*text, "text.jsonl") } else { ("M", "rows.jsonl") };
         let line = format!(
-            "train --model M {SAMPLED} --num_generations 6 --gradient_accumulation_steps 1 --train_file rows.jsonl --save_steps 1 \
+            "train --model {model} {SAMPLED} --num_generations 6 --gradient_accumulation_steps 1 --train_file {rows} --save_steps 1 \
              --max_steps 2 --output_dir {run} {more}"
         );
         let reward = if run == "resampled" { "cmd:python3 flat.py" } else { "random" };

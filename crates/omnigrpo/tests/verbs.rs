@@ -250,22 +250,67 @@ fn every_command_runs_on_aria() {
 /// and a clip.
 #[test]
 fn every_command_runs_on_qwen3_vl_and_internvl3_5() {
-    let small = r#""min_pixels": 3136, "max_pixels": 12544"#;
-    every_command("qwen3_vl", small, "linear_fc1", "qwen3_vl: 4 layers, width 48");
-    every_command("internvl3_5_original", r#""max_frames": 4"#, "fc1", "internvl: 2 layers, width 32");
-}
-
-/// `clip` is the description of the clip's row, `linear` a linear layer outside of the language model, `told` a line of `doctor`.
-fn every_command(name: &str, clip: &str, linear: &str, told: &str) {
-    let place = Place::new();
-    place.write(
-        "rows.jsonl",
+    let rows = |clip: &str| {
         r#"{"id": "one", "image": "shapes.png", "problem": "<image>\nWhich shape is red?", "solution": "<answer>square</answer>"}
 {"id": "two", "image": ["shapes.png", "noise.png"], "problem": "<image> and <image>: equal?", "solution": "<answer>no</answer>"}
 {"id": "clip", "video": "clip.gif", CLIP, "problem": "<video>Which way?", "solution": "<answer>right</answer>"}
 "#
-        .replace("CLIP", clip),
-    );
+        .replace("CLIP", clip)
+    };
+    let small = rows(r#""min_pixels": 3136, "max_pixels": 12544"#);
+    every_command("qwen3_vl", &small, "linear_fc1", "qwen3_vl: 4 layers, width 48");
+    let few = rows(r#""max_frames": 4"#);
+    every_command("internvl3_5_original", &few, "fc1", "internvl: 2 layers, width 32");
+}
+
+/// Rows of GSM8K, of TRL (a prompt with its completion, as text and as messages) and of verl.
+const TEXTS: &str = r####"{"question": "Tom has 6 apples and buys 7. How many has he?", "answer": "He has 6 + 7 = <<6+7=13>>13 apples.\n#### 13"}
+{"prompt": "The sky is", "completion": " blue."}
+{"prompt": [{"role": "user", "content": "What is 2+3?"}], "completion": [{"role": "assistant", "content": "5"}]}
+{"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "What is 3+4?"}], "ability": "math", "reward_model": {"style": "rule", "ground_truth": "7"}, "extra_info": {"index": 0}}
+"####;
+
+/// Families without media: every command, on rows without media, with no setting that says so.
+#[test]
+fn every_command_runs_on_text_models() {
+    every_command("qwen2", TEXTS, "up_proj", "qwen2: 2 layers, width 32");
+    every_command("qwen3", TEXTS, "q_proj", "qwen3: 2 layers, width 32");
+    let place = every_command("llama", TEXTS, "down_proj", "llama: 2 layers, width 96");
+    let model = golden("checkpoints/llama").display().to_string();
+
+    let bench = "--num_prompts 1 --num_generations 2 --prompt_tokens 16 --completion_tokens 4 --num_steps 1 --threads 1";
+    place.run(&format!("bench --model {model} {bench} --json bench.json")).ok();
+    let bench: Value = serde_json::from_str(&place.text("bench.json")).unwrap();
+    assert!(bench["num_images"] == 0 && bench["prompt_tokens"].as_u64() >= Some(16), "{bench}");
+    for bits in ["load_in_8bit", "load_in_4bit"] {
+        let line = format!(
+            "train --model {model} --train_file rows.jsonl --{bits} --use_peft --lora_r 2 {SMALL} --save_steps 1"
+        );
+        place.run(&format!("{line} --reward_funcs random --output_dir {bits}")).ok();
+        assert!(place.exists(&format!("{bits}/adapter_model.safetensors")));
+    }
+    let hub = StandIn::start();
+    let mut command = place.command("push sft --hub_model_id me/text");
+    command.env("HF_HUB_OFFLINE", "").env("HF_ENDPOINT", hub.endpoint()).env("HF_TOKEN", StandIn::TOKEN);
+    ran(&mut command).ok();
+    let card = hub.look("me/text", |repo| repo.files["README.md"].clone()).unwrap();
+    assert!(String::from_utf8(card).unwrap().contains("pipeline_tag: text-generation\n"));
+    // A row with a medium, and a medium beside a prompt, are refused with the reason.
+    place.write("seen.jsonl", r#"{"image": "shapes.png", "problem": "<image>Which?", "solution": "x"}"#);
+    let why = "the row has a medium of kind image, but this model reads text only; remove it from the row";
+    let checked = place.run(&format!("data check --model {model} --train_file seen.jsonl"));
+    assert!(checked.stdout.contains(why), "{}", checked.stdout);
+    checked.fails(1, &["1 of 1 rows cannot be used"]);
+    place
+        .run(&format!("generate --model {model} --prompt What? --image shapes.png"))
+        .fails(1, &["reads text only"]);
+}
+
+/// Runs every command on these rows. `linear` is a linear layer, for some families outside of the language model, `told` a line of
+/// `doctor`.
+fn every_command(name: &str, rows: &str, linear: &str, told: &str) -> Place {
+    let place = Place::new();
+    place.write("rows.jsonl", rows);
     let model = golden("checkpoints").join(name).display().to_string();
     place.run(&format!("data check --train_file rows.jsonl --model {model}")).ok();
     place
@@ -293,7 +338,8 @@ fn every_command(name: &str, clip: &str, linear: &str, told: &str) {
             "eval --model {model} --eval_file rows.jsonl --output e.jsonl --max_completion_length 4"
         ))
         .ok();
-    assert_eq!(place.lines("e.jsonl").len(), 3);
+    assert_eq!(place.lines("e.jsonl").len(), rows.len());
+    place.run(&format!("plan --model {model} --train_file rows.jsonl --reward_funcs random {SMALL}")).ok();
     place
         .run(&format!("sft --model {model} --train_file rows.jsonl --gradient_accumulation_steps 1 --max_steps 2 --learning_rate 1e-3 --output_dir sft"))
         .ok();
@@ -321,6 +367,7 @@ fn every_command(name: &str, clip: &str, linear: &str, told: &str) {
     assert!(close(&adapted, &scored("merged", "b.jsonl")));
     let shown = place.run(&format!("doctor --model {model}")).ok().stdout;
     assert!(shown.contains(told), "{shown}");
+    place
 }
 
 /// Rows held out by share or named by a registry are evaluated during the run, with the frames of `eval`, and the best
@@ -1225,13 +1272,19 @@ fn families_on_the_emulator_of_a_gpu() {
         ("aria", "--use_peft --lora_target_modules all-linear,experts --lora_r 4 --lora_dropout 0"),
         ("humanomni", "--gradient_checkpointing"),
         ("qwen3_vl", "--gradient_checkpointing"),
+        ("qwen2", "--gradient_checkpointing"),
+        ("qwen3", "--use_peft --lora_r 4 --lora_dropout 0"),
+        ("llama", "--offload_optimizer"),
     ] {
         let place = Place::new();
         let model = golden("checkpoints").join(name).display().to_string();
-        let rows = [
+        let mut rows = [
             json!({"id": "shapes", "image": "shapes.png", "problem": "Which shape is red?", "solution": "<answer>square</answer>"}),
             json!({"id": "sum", "problem": "What is 2+3?", "solution": "<answer>5</answer>"}),
         ];
+        if !name.contains("vl") && !["aria", "humanomni"].contains(&name) {
+            rows[0].as_object_mut().unwrap().remove("image");
+        }
         place.write("few.jsonl", rows.clone().map(|row| format!("{row}\n")).concat());
         let run = |device: &str| {
             // Settings without effect on the CPU are errors there.

@@ -242,6 +242,35 @@ mod tests {
     }
 
     #[test]
+    fn plain_answers_are_judged_where_no_tag_is_asked_for() {
+        let prompt = "What is 6 + 7?";
+        let gsm8k = "He has 6 + 7 = <<6+7=13>>13 apples.\n#### 13";
+        for (completion, expected) in [
+            ("The answer is 13.", 1.0),
+            ("13", 1.0),
+            ("6 + 7 = 13. The answer is 13.", 1.0),
+            ("6 + 7 = 13, so the final answer is: **13**\n", 1.0),
+            ("6 + 7 = 13\n\n**Answer:** 13", 1.0),
+            ("First 6, then 7.\n#### 13", 1.0),
+            ("<think>Is the answer is 12?</think>The answer is 13.", 1.0),
+            ("The answer is 13. No, the answer is 14.", 0.0),
+            ("13 + 1. The answer is 14.", 0.0),
+            ("#### 13\n12", 0.0),
+            ("The answer is", 0.0),
+            ("the answer is <answer>12</answer>, or #### 13", 0.0),
+        ] {
+            for gold in ["13", gsm8k, "<answer>13</answer>"] {
+                assert_eq!(auto_score(prompt, completion, gold), Some(expected), "{completion} {gold}");
+            }
+        }
+        assert_eq!(auto_score("Which?\n(A) red\n(B) blue", "I see blue. The answer is (B).", "B"), Some(1.0));
+        assert_eq!(auto_score("How many clips?", "#### 1,072", "Many.\n#### 1072"), Some(1.0));
+        // A prompt that asks for tags judges a text without them as a whole.
+        let asks = "What is 6 + 7? Answer in <answer> </answer>.";
+        assert_eq!(auto_score(asks, "6 + 7 = 13. The answer is 13.", "13"), Some(0.0));
+    }
+
+    #[test]
     fn an_empty_answer_earns_nothing_and_no_ground_truth_is_not_applicable() {
         for gold in ["<answer></answer>", "", "3", "yes", "(B) x", "cat"] {
             let score = auto_score("q", "<answer></answer>", gold);

@@ -1,8 +1,11 @@
 //! Answers of completions, and their comparison as text.
 
 use std::borrow::Cow;
+use std::sync::LazyLock;
 
 use omnigrpo_data::accepted_answers;
+use omnigrpo_text::Part;
+use regex::Regex;
 use unicode_normalization::UnicodeNormalization;
 
 use crate::latex::{bare, boxed};
@@ -14,11 +17,12 @@ use crate::{AnswerPolicy, RewardInput};
 pub(crate) struct Question<'a> {
     /// The row.
     pub input: &'a RewardInput<'a>,
-    /// Content of the answer tag that the policy selects or, without a tag, of the last `\boxed{…}` after the thinking.
+    /// Answer that the completion marks ([`marked`]).
     pub tagged: Option<Cow<'a, str>>,
-    /// `tagged`, or otherwise the text after the thinking or the complete completion.
+    /// `tagged`, or otherwise the text after the thinking or the complete completion. If the prompt asks for no tag and this text
+    /// says "the answer is …", what it says.
     pub answer: Cow<'a, str>,
-    /// Content of the ground truth's answer tag or, without a tag, the complete ground truth.
+    /// Content of the ground truth's answer tag, otherwise its last line `#### …`, otherwise the complete ground truth.
     pub gold: Cow<'a, str>,
 }
 
@@ -26,9 +30,13 @@ impl<'a> Question<'a> {
     /// Returns `None` if the row has no ground truth.
     pub fn new(input: &'a RewardInput<'a>, policy: AnswerPolicy) -> Option<Self> {
         let solution = input.solution?;
-        let gold = bare(content(solution, "answer", policy).unwrap_or(solution));
+        let gold = content(solution, "answer", policy).or_else(|| hashed(solution));
+        let gold = bare(gold.unwrap_or(solution));
         let tagged = marked(input.completion, policy);
-        let answer = tagged.clone().unwrap_or_else(|| bare(untagged(input.completion)));
+        let answer = tagged.clone().unwrap_or_else(|| {
+            let text = untagged(input.completion);
+            bare(stated(text).filter(|_| !asks_for_tags(input)).unwrap_or(text))
+        });
         Some(Self { input, tagged, answer, gold })
     }
 }
@@ -59,11 +67,36 @@ pub(crate) fn golds(solution: &str, policy: AnswerPolicy) -> Option<Vec<String>>
     accepted_answers(solution).or_else(|| accepted_answers(content(solution, "answer", policy)?))
 }
 
+/// Returns true if the prompt mentions answer tags.
+fn asks_for_tags(input: &RewardInput<'_>) -> bool {
+    let says = |text: &str| text.contains("<answer");
+    let of_turn = |part: &Part| matches!(part, Part::Text(text) if says(text));
+    says(input.prompt) || input.turns.iter().flat_map(|turn| &turn.parts).any(of_turn)
+}
+
+/// Returns what a text states as its answer: the rest of the line after the last "answer is" or "answer:".
+fn stated(text: &str) -> Option<&str> {
+    // The expression is constant. If it did not compile, the tests would fail.
+    static STATED: LazyLock<Option<Regex>> =
+        LazyLock::new(|| Regex::new(r"(?i)\banswer(?:\*\*)?(?:\s+is\b:?|:)([^\n]+)").ok());
+    let last = STATED.as_ref()?.captures_iter(text).last()?.get(1)?;
+    let answer = last.as_str().trim_matches(|c: char| c.is_whitespace() || c == '*').trim_end_matches('.');
+    (!answer.is_empty()).then_some(answer)
+}
+
+/// Returns what follows `####` in the last line of a text, as in the answers of GSM8K.
+fn hashed(text: &str) -> Option<&str> {
+    let last = text.trim_end().lines().next_back()?;
+    let answer = last.trim_start().strip_prefix("####")?.trim();
+    (!answer.is_empty()).then_some(answer)
+}
+
 /// Returns the answer that a completion marks: the content of the answer tag that the policy selects, otherwise that of the last
-/// `\boxed{…}` after the thinking.
+/// `\boxed{…}` after the thinking, otherwise what follows `####` in the last line.
 pub(crate) fn marked(completion: &str, policy: AnswerPolicy) -> Option<Cow<'_, str>> {
     let tagged = content(completion, "answer", policy);
-    let text = tagged.or_else(|| Some(untagged(completion)).filter(|text| boxed(text).is_some()))?;
+    let boxed = || Some(untagged(completion)).filter(|text| boxed(text).is_some());
+    let text = tagged.or_else(boxed).or_else(|| hashed(untagged(completion)))?;
     Some(bare(text))
 }
 

@@ -14,8 +14,8 @@ use omnigrpo_rollout::{
     Completion, FinishReason, GenerateOptions, Generated, Generator, Request, SamplingParams, TokenEvent,
 };
 use omnigrpo_testkit::{
-    CHECKPOINTS, FAMILIES, Golden, QWENS, card, case_prompt, checkpoint, copy_dir, larger_model, lengthened,
-    max_diff, omni_prompt, rows,
+    CHECKPOINTS, FAMILIES, Golden, QWENS, TEXTS, card, case_prompt, checkpoint, copy_dir, larger_model,
+    lengthened, max_diff, omni_prompt, rows,
 };
 use omnigrpo_text::{StopSet, Tokenizer};
 
@@ -148,7 +148,8 @@ fn greedy_of_humanomni_equals_its_construction_without_a_cache() {
 fn greedy_equals_transformers_without_a_cache() {
     let untied = ["qwen2_vl_untied", "qwen2_5_vl_untied"].map(|c| (c, vec!["E"]));
     let tied = CHECKPOINTS.map(|c| (c, vec!["A", "B", "C", "D1", "D2", "E"]));
-    for (name, cases) in tied.into_iter().chain(untied) {
+    let texts = TEXTS.map(|c| (c, vec!["B"]));
+    for (name, cases) in tied.into_iter().chain(untied).chain(texts) {
         let setup = Setup::new(name);
         for case in cases {
             let row = setup.row(case, 0);
@@ -332,7 +333,11 @@ fn rollouts_on_the_emulator() {
     for (name, case) in FAMILIES {
         for (dtype, bound) in [(WeightDtype::Float32, 1e-4), (WeightDtype::BFloat16, 6e-2)] {
             let setup = Setup::on(name, dtype, card());
-            let other = if folder(name) == "humanomni" { "t" } else { "A" };
+            let other = match folder(name) {
+                "humanomni" => "t",
+                "cases" if TEXTS.contains(&name) => "B",
+                _ => "A",
+            };
             let rows = [setup.row(case, 3), setup.row(other, 4)];
             let rows: Vec<&Row> = rows.iter().collect();
             let groups = setup.generate(&rows, 2, &sampled(4), &StopSet::default(), 8);
@@ -415,7 +420,8 @@ fn in_flight(
 /// times.
 #[test]
 fn replayed_tokens_equal_those_of_single_launches() {
-    let names = ["qwen2_vl_tied", "qwen2_5_vl_untied", "qwen3_vl", "internvl_hf", "humanomni", "aria"];
+    let names =
+        ["qwen2_vl_tied", "qwen2_5_vl_untied", "qwen3_vl", "internvl_hf", "humanomni", "aria", "llama"];
     let groups: [(u32, &[usize]); 3] = [(5, &[3, 9, 7]), (12, &[5, 11]), (2, &[1])];
     for (i, name) in names.into_iter().enumerate() {
         let how = Sampler {

@@ -236,6 +236,18 @@ fn sound_is_heard_by_models_that_hear() {
 }
 
 #[test]
+fn a_model_that_reads_text_only_answers_texts_and_refuses_pictures() {
+    let server = Served::new("qwen3", 8);
+    let answer = server.ok(&with(asked("Hm?"), json!({ "temperature": 0, "max_tokens": 6 })));
+    assert!(answer["usage"]["completion_tokens"].as_u64() > Some(0), "{answer}");
+    let image =
+        json!([{ "type": "image_url", "image_url": { "url": data_address("shapes.png", "image/png") } }]);
+    let (status, answer) = server.post(&json!({ "messages": [{ "role": "user", "content": image }] }));
+    assert_eq!(status, 400, "{answer}");
+    assert!(answer["error"]["message"].as_str().unwrap().contains("this model reads text only"), "{answer}");
+}
+
+#[test]
 fn several_completions_share_a_prompt_and_a_seed_repeats_them() {
     let server = Served::qwen();
     let params = SamplingParams { seed: 7, max_completion_length: 12, ..SamplingParams::default() };

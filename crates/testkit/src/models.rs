@@ -16,7 +16,7 @@ use safetensors::{Dtype, SafeTensors};
 /// Checkpoints of the cases in `cases/`.
 pub const CHECKPOINTS: [&str; 2] = ["qwen2_vl_tied", "qwen2_5_vl_tied"];
 /// One of each family and of each kind of decoder and tower, with a case of [`case_prompt`].
-pub const FAMILIES: [(&str, &str); 8] = [
+pub const FAMILIES: [(&str, &str); 11] = [
     ("qwen2_vl_tied", "C"),
     ("qwen2_5_vl_untied", "E"),
     ("qwen3_vl", "E"),
@@ -25,7 +25,12 @@ pub const FAMILIES: [(&str, &str); 8] = [
     ("internvl3_5_hf", "C"),
     ("aria", "E"),
     ("humanomni", "va"),
+    ("qwen2", "B"),
+    ("qwen3", "B"),
+    ("llama", "B"),
 ];
+/// Models that read text only. They have results for case B.
+pub const TEXTS: [&str; 3] = ["qwen2", "qwen3", "llama"];
 /// One of each Qwen-VL.
 pub const QWENS: [&str; 3] = ["qwen2_vl_tied", "qwen2_5_vl_tied", "qwen3_vl"];
 

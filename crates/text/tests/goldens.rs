@@ -219,6 +219,10 @@ struct ToolGolden {
     template: String,
     name: String,
     messages: Vec<Value>,
+    #[serde(default)]
+    kwargs: serde_json::Map<String, Value>,
+    #[serde(default)]
+    with_tools: bool,
     text: String,
 }
 
@@ -323,6 +327,34 @@ fn check_tools(file: &str, template: impl Fn(&str) -> Option<ChatTemplate>) -> u
     checked
 }
 
+/// Conversations of texts have the text of `transformers`: default system sentences, thinking on, off and absent, tools.
+fn check_conversations(template: impl Fn(&str) -> Option<ChatTemplate>) -> usize {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::copy(data("tiny").join("tokenizer.json"), dir.path().join("tokenizer.json")).unwrap();
+    let config =
+        r#"{"tokenizer_class": "Qwen2Tokenizer", "bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}"#;
+    std::fs::write(dir.path().join("tokenizer_config.json"), config).unwrap();
+    let tokenizer = Tokenizer::from_dir(dir.path()).unwrap();
+    let text = std::fs::read(data("published_text_goldens.json")).unwrap();
+    let ToolGoldens { tools, cases } = serde_json::from_slice(&text).unwrap();
+    let mut checked = 0;
+    for golden in cases {
+        let what = format!("{}, {}, {:?}", golden.template, golden.name, golden.kwargs);
+        let Some(template) = template(&golden.template) else { continue };
+        let tools = if golden.with_tools { tools.clone() } else { Vec::new() };
+        let options = RenderOptions { tools, kwargs: golden.kwargs.clone(), ..Default::default() };
+        let renderer = PromptRenderer::new(&tokenizer, &template);
+        assert_eq!(renderer.render(&golden.turns(), &[], &options).unwrap().text, golden.text, "{what}");
+        checked += 1;
+    }
+    checked
+}
+
+#[test]
+fn conversations_of_smollm2_are_written_as_in_transformers() {
+    assert_eq!(check_conversations(|name| (name == "smollm2").then(|| template(name))), 4);
+}
+
 #[test]
 fn tools_are_written_as_in_transformers() {
     assert_eq!(check_tools("tool_goldens.json", |name| Some(template(name))), 14);
@@ -338,11 +370,12 @@ fn tools_of_other_templates_are_written_as_by_qwen2_5() {
 /// The templates of the package `trl` are in `OMNIGRPO_TEMPLATES` (its folder `chat_templates`).
 #[test]
 #[ignore = "needs published templates"]
-fn published_templates_write_tools_as_in_transformers() {
+fn published_templates_write_conversations_as_in_transformers() {
     let dir = PathBuf::from(std::env::var_os("OMNIGRPO_TEMPLATES").unwrap());
     let read = |name: &str| {
-        let source = std::fs::read_to_string(dir.join(format!("{name}.jinja"))).unwrap();
+        let source = std::fs::read_to_string(dir.join(format!("{name}.jinja"))).ok()?;
         Some(ChatTemplate::from_source(&source).unwrap())
     };
     assert_eq!(check_tools("published_tool_goldens.json", read), 18);
+    assert_eq!(check_conversations(read), 44);
 }

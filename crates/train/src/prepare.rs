@@ -288,6 +288,7 @@ impl Run {
         }
         // An environment may show media that no row has.
         if !self.plan.rows.text_only
+            && !self.prompts.family().reads_text_only()
             && self.algorithm.sampling.interaction.is_none()
             && self.dataset.is_text_only()
         {

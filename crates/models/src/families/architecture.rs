@@ -19,12 +19,12 @@ pub trait Architecture: Send + Sync {
     fn network(&self, source: &mut dyn WeightSource) -> Result<Network>;
 }
 
-/// A language model and the encoders of its media, with their weights.
+/// A language model and the encoder of its media, if it has one, with their weights.
 pub struct Network {
     /// The language model.
     pub decoder: Decoder,
-    /// Towers and projectors.
-    pub encoder: Box<dyn Encoder>,
+    /// Towers and projectors; `None` if the model reads text only.
+    pub encoder: Option<Box<dyn Encoder>>,
 }
 
 /// Towers and projectors with their weights.

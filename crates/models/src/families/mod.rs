@@ -16,6 +16,7 @@ mod reader;
 mod settings;
 pub mod sound;
 mod table;
+mod text;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -26,12 +27,14 @@ pub use architecture::{Architecture, Encoder, Network};
 pub use format::{Companion, Converted, Format};
 pub use medium::{MediumInput, MediumPlan, MediumShape, probe_medium};
 pub use processor::Processor;
+pub(crate) use processor::TEXT_ONLY;
 pub use settings::{FrameRule, IdleSettings, MediaSettings, MediumKey, MissingAudio};
 pub use table::{FAMILIES, FamilyOption, FamilyRow, OptionKind};
 
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, RULE, Result};
 pub(crate) use table::family_of;
+pub(crate) use text::TextClass;
 
 /// Roles of a family, which share one configuration.
 pub struct Roles {
@@ -72,6 +75,12 @@ impl Family {
         self.roles.processor.as_ref()
     }
 
+    /// Returns true if the family reads text only.
+    #[must_use]
+    pub fn reads_text_only(&self) -> bool {
+        self.processor().kinds().is_empty()
+    }
+
     /// Returns the role that builds networks.
     #[must_use]
     pub fn architecture(&self) -> &dyn Architecture {
@@ -108,15 +117,15 @@ impl Family {
     /// # Errors
     /// Returns an error if a setting has no effect.
     pub fn check_settings(&self, settings: &MediaSettings) -> Result<()> {
+        let IdleSettings { fields, why } = self.processor().idle_settings();
+        if let Some(setting) = settings.given().find(|setting| fields.contains(setting)) {
+            return Err(ModelError::IdleSetting { setting, family: self.name(), why: why() });
+        }
         if settings.rule == FrameRule::Processor && !self.processor().chooses_frames() {
             let why = "its video processor does not choose frames".into();
             return Err(ModelError::IdleSetting { setting: RULE, family: self.name(), why });
         }
-        let IdleSettings { fields, why } = self.processor().idle_settings();
-        match settings.given().find(|setting| fields.contains(setting)) {
-            Some(setting) => Err(ModelError::IdleSetting { setting, family: self.name(), why: why() }),
-            None => Ok(()),
-        }
+        Ok(())
     }
 }
 

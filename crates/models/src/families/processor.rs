@@ -8,25 +8,37 @@ use omnigrpo_text::{ChatTemplate, MediumKind, MediumTokens, Span, Turn};
 
 use super::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape};
 use crate::decoder::Position;
-use crate::error::Result;
+use crate::error::{ModelError, Result};
 
-/// The role of a family that prepares its input: it converts media to values, and conversations to ids with positions.
+/// Support that a model without an encoder lacks, for [`ModelError::MediumKind`].
+pub(crate) const TEXT_ONLY: &str = "this model reads text only";
+
+fn no_media<T>(kind: MediumKind) -> Result<T> {
+    Err(ModelError::MediumKind { kind, what: TEXT_ONLY })
+}
+
+/// The role of a family that prepares its input: it converts media to values, and conversations to ids with positions. The default
+/// methods are those of a family that reads text only.
 pub trait Processor: Send + Sync {
+    /// Returns the kinds of media that this family supports. A family that reads text only has none.
+    fn kinds(&self) -> &'static [MediumKind] {
+        &[]
+    }
+
     /// Returns the media settings that this family does not read.
-    fn idle_settings(&self) -> IdleSettings;
+    fn idle_settings(&self) -> IdleSettings {
+        IdleSettings::of_text()
+    }
 
     /// Returns whether the published video processor chooses and sizes frames ([`super::FrameRule::Processor`]).
     fn chooses_frames(&self) -> bool {
         false
     }
 
-    /// Returns whether the family supports sound.
-    fn hears(&self) -> bool {
-        false
-    }
-
     /// Returns advice on how to shorten a medium of this kind, for prompts that are too long, or `None` if its length is fixed.
-    fn shorten(&self, kind: MediumKind) -> Option<String>;
+    fn shorten(&self, _kind: MediumKind) -> Option<String> {
+        None
+    }
 
     /// Returns whether a limit on the length of prompts counts a medium as one token. The family's own trainer then truncates
     /// prompts before it replaces media by their features.
@@ -38,12 +50,24 @@ pub trait Processor: Send + Sync {
     ///
     /// # Errors
     /// Returns an error if no choice satisfies the options or the family does not support this kind.
-    fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan>;
+    fn plan(
+        &self,
+        medium: &MediumRef,
+        _header: &MediumInfo,
+        _settings: &MediaSettings,
+    ) -> Result<MediumPlan> {
+        no_media(medium.kind)
+    }
 
     /// Decodes a medium. The result must depend only on the content of its files, its kind and options, and the settings. The key
     /// in the settings may affect only the number and order of frames, and the path must have no effect. The reason is that the
     /// result is stored for other rows and later passes over the data ([`MediaStore`](crate::MediaStore)).
-    fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput>;
+    ///
+    /// # Errors
+    /// Returns an error if the medium is unreadable, no choice satisfies the options or the family does not support this kind.
+    fn prepare(&self, medium: &MediumRef, _settings: &MediaSettings) -> Result<MediumInput> {
+        no_media(medium.kind)
+    }
 
     /// Returns the number of values in a prepared medium of this shape.
     fn numbers(&self, shape: &MediumShape) -> usize {
@@ -64,10 +88,14 @@ pub trait Processor: Send + Sync {
     ///
     /// # Errors
     /// Returns an error if the family does not use this shape.
-    fn tokens(&self, kind: MediumKind, shape: &MediumShape, times_secs: &[f64]) -> Result<MediumTokens>;
+    fn tokens(&self, kind: MediumKind, _shape: &MediumShape, _times_secs: &[f64]) -> Result<MediumTokens> {
+        no_media(kind)
+    }
 
     /// Returns the ids that only media may produce. In the text of a completion, such a placeholder is encoded as plain text.
-    fn placeholder_ids(&self) -> Vec<u32>;
+    fn placeholder_ids(&self) -> Vec<u32> {
+        Vec::new()
+    }
 
     /// Returns the positions of a rendered prompt of `len` tokens, and the position of the token after it. Positions count up
     /// from 0 unless a family has its own axes.

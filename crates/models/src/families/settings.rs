@@ -168,13 +168,32 @@ impl MediaSettings {
     }
 }
 
-/// Settings that a family ignores.
+/// Settings that a family does not read.
 #[derive(Clone, Copy, Debug)]
 pub struct IdleSettings {
     /// Fields of [`MediaSettings`].
     pub fields: &'static [Setting],
     /// Function that returns the reason, and an alternative setting.
     pub why: fn() -> String,
+}
+
+impl IdleSettings {
+    /// Returns the settings that a family without media does not read: all of them.
+    pub(super) fn of_text() -> Self {
+        const ALL: &[Setting] = &[
+            MAX_TILES,
+            IMAGE_MIN_PIXELS,
+            IMAGE_MAX_PIXELS,
+            VIDEO_MIN_PIXELS,
+            VIDEO_MAX_PIXELS,
+            VIDEO_TOTAL_PIXELS,
+            VIDEO_FPS,
+            VIDEO_MIN_FRAMES,
+            VIDEO_MAX_FRAMES,
+            RULE,
+        ];
+        Self { fields: ALL, why: || "it reads text only".into() }
+    }
 }
 
 #[cfg(test)]

@@ -5,7 +5,8 @@ use std::path::Path;
 use omnigrpo_guard::Setting;
 use omnigrpo_ops::Part;
 
-use super::{Family, Roles, aria, humanomni, internvl, qwen_vl};
+use super::text::TextClass;
+use super::{Family, Roles, aria, humanomni, internvl, qwen_vl, text};
 use crate::config_json::ConfigJson;
 use crate::error::Result;
 
@@ -163,6 +164,42 @@ pub const FAMILIES: &[FamilyRow] = &[
         open: humanomni::open,
         vision_modules: &[Part::Vision, Part::Audio, Part::Projector],
         options: humanomni::OPTIONS,
+    },
+    FamilyRow {
+        name: "qwen2",
+        doc: "Qwen2 and Qwen2.5: text",
+        source: "arXiv 2412.15115; transformers models/qwen2",
+        published: "Qwen/Qwen2.5-0.5B-Instruct",
+        task: "text-generation",
+        model_types: &["qwen2"],
+        architectures: &["Qwen2ForCausalLM"],
+        open: |_, json| text::open(json, &TextClass::QWEN2),
+        vision_modules: &[],
+        options: &[],
+    },
+    FamilyRow {
+        name: "qwen3",
+        doc: "Qwen3, dense: text, with or without thinking",
+        source: "arXiv 2505.09388; transformers models/qwen3",
+        published: "Qwen/Qwen3-0.6B",
+        task: "text-generation",
+        model_types: &["qwen3"],
+        architectures: &["Qwen3ForCausalLM"],
+        open: |_, json| text::open(json, &TextClass::QWEN3),
+        vision_modules: &[],
+        options: &[],
+    },
+    FamilyRow {
+        name: "llama",
+        doc: "Llama 2 and 3, SmolLM2 and other models of this class: text",
+        source: "arXiv 2407.21783, 2502.02737; transformers models/llama",
+        published: "HuggingFaceTB/SmolLM2-135M-Instruct",
+        task: "text-generation",
+        model_types: &["llama"],
+        architectures: &["LlamaForCausalLM"],
+        open: |_, json| text::open(json, &TextClass::LLAMA),
+        vision_modules: &[],
+        options: &[],
     },
 ];
 

@@ -9,7 +9,7 @@ use omnigrpo_text::MediumKind;
 
 use super::{Model, Training};
 use crate::error::{ModelError, Result};
-use crate::families::MediumInput;
+use crate::families::{Encoder, MediumInput, TEXT_ONLY};
 use crate::prompt::Prompt;
 
 /// Largest number of bytes of tower results that are kept per trained weight.
@@ -68,7 +68,7 @@ impl Model {
 
     fn encode_in(&self, medium: &MediumInput, instruction: &[u32], pass: &Pass) -> Result<Features> {
         let tower = self.tower(medium, pass, &mut Tape::off())?;
-        let rows = self.network.encoder.project(&tower, medium, instruction, pass, &mut Tape::off())?;
+        let rows = self.encoder(medium)?.project(&tower, medium, instruction, pass, &mut Tape::off())?;
         Ok(Features { tower: tower.into_rows(), rows: rows.into_rows() })
     }
 
@@ -89,7 +89,7 @@ impl Model {
         pass: &Pass,
     ) -> Result<Features> {
         let tower = Var::constant(tower.to_device(pass.device));
-        let rows = self.network.encoder.project(&tower, medium, instruction, pass, &mut Tape::off())?;
+        let rows = self.encoder(medium)?.project(&tower, medium, instruction, pass, &mut Tape::off())?;
         Ok(Features { tower: tower.into_rows(), rows: rows.into_rows() })
     }
 
@@ -154,9 +154,18 @@ impl Model {
             .collect()
     }
 
+    /// Returns the encoder for a medium.
+    ///
+    /// # Errors
+    /// Returns an error if the model reads text only.
+    fn encoder(&self, medium: &MediumInput) -> Result<&dyn Encoder> {
+        let no_encoder = || ModelError::MediumKind { kind: medium.kind, what: TEXT_ONLY };
+        self.network.encoder.as_deref().ok_or_else(no_encoder)
+    }
+
     fn tower(&self, medium: &MediumInput, pass: &Pass, tape: &mut Tape) -> Result<Var> {
         self.tower_runs.fetch_add(1, Ordering::Relaxed);
-        self.network.encoder.tower(medium, pass, tape)
+        self.encoder(medium)?.tower(medium, pass, tape)
     }
 
     /// Returns how many times a medium has gone through the tower so far.
@@ -224,11 +233,12 @@ impl Model {
                 .map_or_else(|| Tape::recording(training.recompute), |memory| Tape::recalling(memory, false));
             let pass = self.training_pass(training, None, prompt.medium_key(m));
             let tower = match (tower_trained, known) {
-                (true, true) => self.network.encoder.tower(medium, &pass, &mut tape)?,
+                (true, true) => self.encoder(medium)?.tower(medium, &pass, &mut tape)?,
                 (true, false) => self.tower(medium, &pass, &mut tape)?,
                 (false, _) => Var::constant(own.tower.to_device(self.device)),
             };
-            let rows = self.network.encoder.project(&tower, medium, &prompt.instruction, &pass, &mut tape)?;
+            let rows =
+                self.encoder(medium)?.project(&tower, medium, &prompt.instruction, &pass, &mut tape)?;
             drop(tower);
             tape.backward(&rows, d)?;
         }

@@ -2,7 +2,8 @@
 
     python make_goldens.py                      tiny tokenizer, templates and their goldens
     python make_goldens.py --qwen DIR           goldens of a published Qwen tokenizer.json in DIR
-    python make_goldens.py --published DIR      goldens of tools with published templates, *.jinja in DIR (TRL's chat_templates)
+    python make_goldens.py --published DIR      goldens of texts and tools with published templates, *.jinja in DIR (TRL's
+                                                chat_templates) or here (smollm2.jinja, Apache 2.0, of SmolLM2-135M-Instruct)
 
 The tiny tokenizer is a byte-level BPE with Qwen's pre-tokeniser and control tokens, trained on the lines below.
 """
@@ -224,6 +225,33 @@ def tool_goldens(templates):
     return dict(tools=[ZOOM], cases=out)
 
 
+TEXT_TEMPLATES = ["qwen2_5", "qwen3", "llama3", "llama3_1", "smollm2"]
+
+
+def text_goldens(folder):
+    """Conversations of texts, with and without a system turn, thinking and tools."""
+    tok = PreTrainedTokenizerFast(tokenizer_file=str(HERE / "tiny" / "tokenizer.json"), bos_token="<|endoftext|>", eos_token="<|im_end|>")
+    say = lambda role, content: {"role": role, "content": content}
+    ask, thought = say("user", "  What is 6 x 7?\n"), say("assistant", "<think>\nSix times seven.\n</think>\n\n42")
+    conversations = {
+        "a question": [ask], "a system turn": [say("system", "Be brief. "), ask],
+        "turns": [ask, say("assistant", "42"), say("user", "Sure?")],
+        "turns with thinking": [ask, thought, say("user", "Sure?")],
+    }
+    out = []
+    for name in TEXT_TEMPLATES:
+        own = HERE / f"{name}.jinja"
+        template = (own if own.exists() else folder / f"{name}.jinja").read_text()
+        for case, messages in conversations.items():
+            thinks = [{"enable_thinking": True}, {"enable_thinking": False}] if name == "qwen3" else []
+            for kwargs in [{}, *thinks]:
+                for tools in [[], [ZOOM]] if "{%- if tools" in template or "tools_in_user" in template else [[]]:
+                    string = tok.apply_chat_template(messages, tools=tools or None, chat_template=template, tokenize=False,
+                                                     add_generation_prompt=True, **kwargs)
+                    out.append(dict(template=name, name=case, kwargs=kwargs, with_tools=bool(tools), messages=messages, text=string))
+    return dict(tools=[ZOOM], cases=out)
+
+
 def goldens(tokenizer_dir, templates):
     tok = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_dir / "tokenizer.json"), eos_token="<|im_end|>", pad_token="<|endoftext|>")
     limits = dict(min_pixels=28 * 28, max_pixels=1 << 20)
@@ -251,6 +279,7 @@ if __name__ == "__main__":
     if args.published:
         templates = {name: (args.published / f"{name}.jinja").read_text() for name in PUBLISHED}
         dump(HERE / "published_tool_goldens.json", tool_goldens(templates))
+        dump(HERE / "published_text_goldens.json", text_goldens(args.published))
     elif args.qwen:
         dump(HERE / "qwen_goldens.json", goldens(args.qwen, TEMPLATES))
     else:

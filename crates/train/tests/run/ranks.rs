@@ -138,7 +138,15 @@ fn ranks_give_the_bits_of_one_process(place: &Place, what: &str, change: impl Fn
 
 #[test]
 fn every_setting_gives_the_bits_of_one_process() {
-    let more: [Setting; 8] = [
+    fn reads_text_only(setup: &mut TrainSetup) {
+        let dir = checkpoint("qwen3");
+        setup.model = omnigrpo_testkit::load(&dir, WeightDtype::Auto).unwrap();
+        setup.prompts = Arc::new(setup::prompts(&dir, 8));
+        let rows = (0..6).map(|n| json!({"question": format!("What is {n} + 1?"), "answer": n + 1}));
+        setup.dataset = Arc::new(omnigrpo_data::RowReader::new("sums").dataset(rows).unwrap());
+        setup.rows = (0..6).collect();
+    }
+    let more: [Setting; 10] = [
         ("plain", |_| {}),
         ("deviation of the batch", |s| s.algorithm.advantage = AdvantageKind::Batch),
         ("rewards normalised first", |s| s.algorithm.normalize_then_sum = true),
@@ -147,6 +155,11 @@ fn every_setting_gives_the_bits_of_one_process() {
         ("one prompt", |s| s.run.prompts_per_step = 1),
         ("recomputation", |s| s.algorithm.recompute = true),
         ("bf16", |s| s.model = omnigrpo_testkit::load(&checkpoint(NAME), WeightDtype::BFloat16).unwrap()),
+        ("text alone", reads_text_only),
+        ("text alone, weights in parts", |s| {
+            reads_text_only(s);
+            (s.algorithm.split.shard, s.algorithm.split.least_cut) = (Shard::Weights, 0);
+        }),
     ];
     let place = Place::new();
     for (what, change) in SETTINGS.into_iter().chain(more) {

@@ -128,7 +128,7 @@ impl Architecture for Aria {
     fn network(&self, source: &mut dyn WeightSource) -> Result<Network> {
         let tower = VisionTower::build(&self.0, source)?;
         let decoder = Decoder::build(self.0.decoder.clone(), NAMES, source)?;
-        Ok(Network { decoder, encoder: Box::new(tower) })
+        Ok(Network { decoder, encoder: Some(Box::new(tower)) })
     }
 }
 

@@ -8,6 +8,7 @@ use omnigrpo_text::{ChatTemplate, Form, MediumKind, MediumSegment, MediumTokens,
 
 use super::{AriaConfig, media};
 use crate::error::{IMAGE_MAX_PIXELS, MAX_TILES, ModelError, Result, VIDEO_MAX_FRAMES, VIDEO_NFRAMES};
+use crate::families::reader::Reader;
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor, reader};
 
 /// Text that a template writes for a picture.
@@ -24,6 +25,10 @@ pub(super) struct AriaPrompts {
 }
 
 impl Processor for AriaPrompts {
+    fn kinds(&self) -> &'static [MediumKind] {
+        media::MediaReader::KINDS.0
+    }
+
     fn idle_settings(&self) -> IdleSettings {
         media::IDLE
     }

@@ -188,7 +188,7 @@ impl Architecture for HumanOmniConfig {
             projector,
             sizes: config.projector.clone(),
         });
-        Ok(Network { decoder, encoder })
+        Ok(Network { decoder, encoder: Some(encoder) })
     }
 }
 

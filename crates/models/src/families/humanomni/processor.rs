@@ -29,8 +29,8 @@ impl Processor for HumanOmniProcessor {
         true
     }
 
-    fn hears(&self) -> bool {
-        true
+    fn kinds(&self) -> &'static [MediumKind] {
+        media::MediaReader::KINDS.0
     }
 
     fn idle_settings(&self) -> IdleSettings {

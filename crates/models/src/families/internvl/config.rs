@@ -12,6 +12,7 @@ use crate::config_json::ConfigJson;
 use crate::decoder::{DecoderConfig, TextDefaults};
 use crate::encoders::ACTIVATIONS;
 use crate::error::Result;
+use crate::families::TextClass;
 
 /// Sizes and rules of the InternViT tower.
 #[derive(Clone, Debug, PartialEq)]
@@ -73,10 +74,13 @@ impl InternVlConfig {
         let text = json.required_section(layout.rules().text)?;
         let model_type = text.text("model_type")?.unwrap_or("qwen2");
         let architecture = text.get("architectures").and_then(|v| v.as_array()?.first()?.as_str());
-        let class = match (model_type, architecture) {
-            ("qwen2", None | Some("Qwen2ForCausalLM")) => TextDefaults::QWEN2,
-            ("qwen3", None | Some("Qwen3ForCausalLM")) => TextDefaults::QWEN3,
-            (_, architecture) => {
+        let classes = [TextClass::QWEN2, TextClass::QWEN3];
+        let named = |class: &TextClass| {
+            class.model_type == model_type && architecture.is_none_or(|name| name == class.architecture)
+        };
+        let class = match classes.into_iter().find(named) {
+            Some(class) => class.defaults,
+            None => {
                 let architecture = architecture.unwrap_or("of unknown architecture");
                 let what = "expected Qwen2 or dense Qwen3";
                 return Err(

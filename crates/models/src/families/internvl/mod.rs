@@ -134,7 +134,7 @@ impl Architecture for InternVl {
     fn network(&self, source: &mut dyn WeightSource) -> Result<Network> {
         let tower = VisionTower::build(&self.config, source)?;
         let decoder = Decoder::build(self.config.decoder.clone(), NAMES, source)?;
-        Ok(Network { decoder, encoder: Box::new(tower) })
+        Ok(Network { decoder, encoder: Some(Box::new(tower)) })
     }
 }
 

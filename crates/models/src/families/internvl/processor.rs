@@ -8,6 +8,7 @@ use omnigrpo_text::{ChatTemplate, Form, MediumKind, MediumSegment, MediumTokens,
 
 use super::{CLOSE, InternVl, OPEN, media, template};
 use crate::error::{MAX_TILES, Result, VIDEO_MAX_FRAMES, VIDEO_NFRAMES};
+use crate::families::reader::Reader;
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor, reader};
 
 pub(super) struct InternVlProcessor {
@@ -16,6 +17,10 @@ pub(super) struct InternVlProcessor {
 }
 
 impl Processor for InternVlProcessor {
+    fn kinds(&self) -> &'static [MediumKind] {
+        media::MediaReader::KINDS.0
+    }
+
     fn idle_settings(&self) -> IdleSettings {
         media::IDLE
     }

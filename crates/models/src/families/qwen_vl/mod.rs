@@ -70,7 +70,7 @@ impl Architecture for QwenVlConfig {
         let tower = VisionTower::build(self.vision.clone(), self.rules, source)?;
         let names = DecoderNames { model: self.rules.prefixes[1], head: "lm_head.weight" };
         let decoder = Decoder::build(self.decoder.clone(), names, source)?;
-        Ok(Network { decoder, encoder: Box::new(tower) })
+        Ok(Network { decoder, encoder: Some(Box::new(tower)) })
     }
 }
 

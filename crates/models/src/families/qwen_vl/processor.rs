@@ -11,6 +11,7 @@ use super::media::MediaReader;
 use super::positions::{MediumAxes, positions};
 use crate::decoder::Position;
 use crate::error::*;
+use crate::families::reader::Reader;
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor, reader};
 
 pub(super) struct QwenVlProcessor {
@@ -29,6 +30,10 @@ impl QwenVlProcessor {
 }
 
 impl Processor for QwenVlProcessor {
+    fn kinds(&self) -> &'static [MediumKind] {
+        MediaReader::KINDS.0
+    }
+
     fn idle_settings(&self) -> IdleSettings {
         IdleSettings {
             fields: &[MAX_TILES],

@@ -49,6 +49,11 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
     let dir = scratch.path();
     checkpoint(settings, dir)?;
     let start = Checkpoint::open(dir)?;
+    let mut settings = settings.clone();
+    if start.family().reads_text_only() {
+        settings.bench.num_images = 0;
+    }
+    let settings = &settings;
     let options = LoadOptions { dtype: settings.model.dtype, ..LoadOptions::default() };
     let model = Model::load(&start, &LoadOptions { random: Some(settings.algorithm.seed), ..options })?;
     Selection::ALL.apply(&model)?;

@@ -2,11 +2,12 @@
 //! command starts.
 
 use anyhow::Result;
+use omnigrpo_text::MediumKind;
 
 use super::Context;
 use crate::settings::Settings;
 use crate::settings::explain::yaml;
-use crate::settings::flags::{Flag, Section, find};
+use crate::settings::flags::{self, Flag, Section};
 use crate::settings::presets;
 use crate::settings::problem::Problem;
 use crate::settings::values::{Origin, Resolved, Value, Values};
@@ -27,8 +28,7 @@ pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> 
         let set = resolved.values.lookup(flag.name);
         set.is_some_and(|(_, origin)| *origin != Origin::Default)
     };
-    let sections = [Section::Media, Section::Family].into_iter().flat_map(Section::rows);
-    let mut asked = sections.chain(SOUND.iter().filter_map(|name| find(name)));
+    let mut asked = flags::all().filter(|flag| flag.is_of_media()).chain(Section::Family.rows());
     if settings.model.name.is_none() || !asked.any(given) {
         return Ok(out);
     }
@@ -36,7 +36,10 @@ pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> 
     let idle = family.processor().idle_settings();
     let fields = idle.fields.iter().filter_map(|field| wording::flag(*field));
     let mut unread: Vec<(&str, String)> = fields.map(|flag| (flag.name, (idle.why)())).collect();
-    if !family.processor().hears() {
+    if family.reads_text_only() {
+        let of_media = flags::all().filter(|flag| flag.is_of_media());
+        unread.extend(of_media.map(|flag| (flag.name, (idle.why)())));
+    } else if !family.processor().kinds().contains(&MediumKind::Audio) {
         unread.extend(SOUND.map(|name| (name, "the family takes no sound".to_owned())));
     }
     let defaults = Values::defaults(resolved.verb);

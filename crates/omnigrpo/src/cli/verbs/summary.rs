@@ -47,7 +47,7 @@ fn categories(summary: &Summary, out: &mut String) {
         return;
     }
     let names: Vec<String> = summary.reward_names.iter().map(|name| format!("mean {name}")).collect();
-    let own = ["category", "rows", "right", "no answer"];
+    let own = ["category", "rows", "right", "no tag"];
     let header: Vec<&str> = own.into_iter().chain(names.iter().map(String::as_str)).collect();
     let rows: Vec<Vec<String>> = summary
         .categories

@@ -100,24 +100,30 @@ pub const FLAGS: &[Flag] = &[
         .alias(&["answer_key"])
         .unset("`solution`, `answer`, …, the final turn"),
     row("image_column", Text, at!(read.columns.image), READS_ROWS)
+        .of_media()
         .help("Column with the images.")
         .alias(&["image_key"])
         .unset("`image` or `images`"),
     row("video_column", Text, at!(read.columns.video), READS_ROWS)
+        .of_media()
         .help("Column with the videos.")
         .alias(&["video_key"])
         .unset("`video` or `videos`"),
     row("audio_column", Text, at!(read.columns.audio), READS_ROWS)
+        .of_media()
         .help("Column with the sounds.")
         .alias(&["audio_key"])
         .unset("`audio` or `audios`"),
     row("image_folders", Paths(&[',', ':']), at!(data.roots.images), READS_ROWS)
+        .of_media()
         .help("Directories that relative image paths start from, joined by colons. A path that leaves its \
              directory is refused.")
         .per_rank(),
-    row("video_folders", Paths(&[',', ':']), at!(data.roots.videos), READS_ROWS).help("Directories that relative video paths start from.")
+    row("video_folders", Paths(&[',', ':']), at!(data.roots.videos), READS_ROWS).of_media()
+        .help("Directories that relative video paths start from.")
         .per_rank(),
-    row("audio_folders", Paths(&[',', ':']), at!(data.roots.audios), READS_ROWS).help("Directories that relative audio paths start from.")
+    row("audio_folders", Paths(&[',', ':']), at!(data.roots.audios), READS_ROWS).of_media()
+        .help("Directories that relative audio paths start from.")
         .per_rank(),
     row("continue_text_prompts", Bool, at!(read.continue_text_prompts), READS_ROWS)
         .help(
@@ -128,23 +134,28 @@ pub const FLAGS: &[Flag] = &[
             let system = s.prompts.render.system.is_some().then_some("`system_prompt` makes a conversation of every prompt");
             system.or_else(|| s.turns.environment.is_some().then_some("`environment` makes a conversation of every prompt"))
         }),
-    row("use_audio_in_video", Bool, at!(read.use_audio_in_video), ROWS).help(
+    row("use_audio_in_video", Bool, at!(read.use_audio_in_video), ROWS).of_media()
+        .help(
         "Also read the audio track of each video, in rows that do not name a sound. Rows that mention `<audio>` \
          without listing a sound always do this.",
     ),
-    row("missing_audio", Choice(words::<MissingAudio>), at!(prompts.media.missing_audio), ROWS).help(
+    row("missing_audio", Choice(words::<MissingAudio>), at!(prompts.media.missing_audio), ROWS).of_media()
+        .help(
         "What to do when a file has no audio track: a bad row (error), or silence.",
     ),
     row("allow_urls", Choice(words::<AllowUrls>), at!(data.allow_urls), FETCHES)
+        .of_media()
         .help(
             "Hosts from which media with an http(s) address may be fetched. Each is fetched once into the \
              cache; `data:` addresses are always allowed.",
         )
         .free(LOOP),
     row("media_timeout_secs", float(0.01, 86_400.0), at!(prompts.media.limits.timeout), ROWS)
+        .of_media()
         .help("Time limit for reading one medium, seconds; a row that exceeds it is bad.")
         .free(Verb::ALL),
     row("mm_processor_cache_gb", float(0.0, BIG), at!(data.mm_processor_cache_gb), CACHES)
+        .of_media()
         .help(
             "GiB of memory for decoded media, so that later passes over the data do not decode them again; at \
              most the memory that the run leaves free. 0 decodes them in each pass.",

@@ -131,8 +131,10 @@ pub const FLAGS: &[Flag] = &[
         .idle(no_prompt),
     row("row", int(0, MANY), at!(io.row), &[DataShow]).help("First row to show, counted from 0 over all files."),
     row("num_rows", int(1, COUNT), at!(io.num_rows), &[DataShow]).help("Rows to show."),
-    row("num_images", int(0, COUNT), at!(bench.num_images), BENCH).help("Number of images per prompt."),
+    row("num_images", int(0, COUNT), at!(bench.num_images), BENCH).of_media()
+        .help("Number of images per prompt; a model that reads text only has none."),
     row("image_px", int(28, 16_384), at!(bench.image_px), BENCH)
+        .of_media()
         .help("Width and height of each image, pixels."),
     row("prompt_tokens", int(1, COUNT), at!(bench.prompt_tokens), BENCH).help(
         "Number of tokens per prompt without those of its images; at least those of the chat template.",

@@ -288,6 +288,8 @@ pub struct Flag {
     /// True if the processes of a run may have different values of the setting. Such a setting names the location of inputs (which
     /// are compared by content), belongs to a machine or its console, or is used by the first process only.
     pub per_rank: bool,
+    /// True if the setting is about media or their towers, outside of [`Section::Media`].
+    pub of_media: bool,
     /// Function that returns the reason why the setting has no effect.
     pub idle: Idle,
     /// Function that returns the reason if another setting overrides this one in `transformers`. Scripts of that trainer give
@@ -314,6 +316,11 @@ impl Flag {
     pub fn is_of(&self, verb: Verb) -> bool {
         let of_run = self.verbs.contains(&verb.runs()) && !(verb != verb.runs() && self.name == "dry_run");
         of_run || self.verbs.contains(&verb)
+    }
+
+    /// Returns true if the setting has no effect on a model that reads text only.
+    pub fn is_of_media(&self) -> bool {
+        self.of_media || Section::Media.rows().iter().any(|flag| flag.name == self.name)
     }
 
     /// Returns the default for a verb.
@@ -388,6 +395,11 @@ impl Flag {
         self
     }
 
+    const fn of_media(mut self) -> Self {
+        self.of_media = true;
+        self
+    }
+
     const fn idle(mut self, when: Idle) -> Self {
         self.idle = when;
         self
@@ -417,6 +429,7 @@ const fn row(name: &'static str, kind: Kind, place: Place, verbs: &'static [Verb
         of_recipe: false,
         free: &[],
         per_rank: false,
+        of_media: false,
         idle: |_, _| None,
         overridden: |_, _| None,
     }

@@ -64,12 +64,14 @@ pub const FLAGS: &[Flag] = &[
         .free(LOOP)
         .per_rank(),
     row("mm_projector_lr", float(0.0, 100.0), at!(optimizer.projector_lr), STEPS)
+        .of_media()
         .help("Learning rate of the projector between tower and language model.")
         .unset("`learning_rate`")
         .idle(|s, _| {
             (!s.selection.projector && llm_adapters(s)).then_some("the projector is frozen")
         }),
     row("vision_tower_lr", float(0.0, 100.0), at!(optimizer.tower_lr), STEPS)
+        .of_media()
         .help("Learning rate of the towers: vision, audio, and the text encoder of HumanOmni.")
         .unset("`learning_rate`")
         .idle(|s, _| {
@@ -79,9 +81,11 @@ pub const FLAGS: &[Flag] = &[
         .help("Train the language model.")
         .unset("true; false with adapters"),
     row("tune_mm_mlp", Bool, at!(selection.projector), STEPS)
+        .of_media()
         .help("Train the projector; with adapters, all of its weights besides them.")
         .unset("true; false with adapters"),
     row("tune_mm_vision", Bool, at!(selection.towers), STEPS)
+        .of_media()
         .help(
             "Train the vision tower, and the audio tower if the model has one. A frozen tower runs once per \
              step and medium.",
@@ -100,7 +104,8 @@ pub const FLAGS: &[Flag] = &[
         },
         STEPS,
     )
-    .help(
+    .of_media()
+        .help(
         "Freeze what VLM-R1 calls the vision modules: the towers and, except for InternVL, the projector. \
              With false the towers are trained, unless adapters are.",
     )

@@ -166,6 +166,7 @@ pub const FLAGS: &[Flag] = &[
     )
     .help("Whether to normalise the weighted sum of rewards, or each reward before the sum."),
     row("temporal_order_bonus", Bool, at!(rewards.temporal_order_bonus), &[Train])
+        .of_media()
         .help(
             "Sample half as many completions again on shuffled frames of videos. Right answers earn 0.3 more \
              when the ordered frames do better than the shuffled ones (T-GRPO).",
