@@ -52,6 +52,7 @@ fn sample(text: &str, kinds: &[MediumKind]) -> Sample {
     });
     Sample {
         is_text: false,
+        joined: Vec::new(),
         id: "test".into(),
         row: 0,
         dataset: "test".into(),

@@ -346,7 +346,7 @@ pub enum Making {
 }
 
 enum Made {
-    Prompt(PreparedRow),
+    Prompt(Box<PreparedRow>),
     Example(SftExample),
 }
 
@@ -393,7 +393,7 @@ fn make(
         Ok(match making {
             Making::Prompt => {
                 let row = PreparedRow::new(prompts, sample, epoch)?;
-                (row.sample.id.clone(), Made::Prompt(row))
+                (row.sample.id.clone(), Made::Prompt(Box::new(row)))
             }
             Making::Example => {
                 let example = prompts.build_sft(&sample, epoch)?;
@@ -491,7 +491,7 @@ impl RowSource {
     /// Returns an error if no usable row is left, or if more rows were skipped than the policy allows. Also returns an error if the
     /// dataset was changed while in use or the machine fails. After a failure of the machine, the caller must restore the order.
     pub fn draw(&mut self, count: usize) -> Result<Vec<PreparedRow>> {
-        let each = |made| if let Made::Prompt(row) = made { Some(row) } else { None };
+        let each = |made| if let Made::Prompt(row) = made { Some(*row) } else { None };
         Ok(self.draw_made(count, Making::Prompt)?.into_iter().filter_map(each).collect())
     }
 
@@ -557,7 +557,7 @@ impl RowSource {
         let rows = self.next(count - done);
         let owners = split.owners(count, *micro);
         let prepared = prepare_split(split, &dataset, &rows, &owners[done..], |at| match attempt(at)? {
-            Ok((_, Made::Prompt(row))) => Ok(Ok(row)),
+            Ok((_, Made::Prompt(row))) => Ok(Ok(*row)),
             Ok((id, Made::Example(_))) => Err(TrainError::Data {
                 what: format!("row {id}: supervised training over ranks is unsupported"),
             }),
@@ -570,13 +570,13 @@ impl RowSource {
             let row = self.order.draw()?;
             let Some((_, own)) = rest.next() else { break };
             let unusable = own.is_err();
-            made.push((row, own.map(|own| (own.sample.id.clone(), Made::Prompt(own)))));
+            made.push((row, own.map(|own| (own.sample.id.clone(), Made::Prompt(Box::new(own))))));
             if unusable || rest.len() == 0 {
                 break;
             }
         }
         let here = rest.filter_map(|(at, own)| Some((at, own.ok().filter(PreparedRow::is_here)?)));
-        ready.extend(here.map(|(at, own)| (at, Ok((own.sample.id.clone(), Made::Prompt(own))))));
+        ready.extend(here.map(|(at, own)| (at, Ok((own.sample.id.clone(), Made::Prompt(Box::new(own)))))));
         Ok(made)
     }
 
