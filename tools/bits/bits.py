@@ -38,22 +38,27 @@ ALL = "--tune_mm_vision true --tune_mm_mlp true --tune_mm_llm true".split()
 LORA = "--use_lora true --lora_r 4 --lora_alpha 8 --lora_dropout 0.2".split()
 
 
+def reads_text_only(model):
+    return "vision" not in (GOLDEN / "checkpoints" / model / "config.json").read_text()
+
+
 def cases(names):
     """(name, verb, checkpoint, flags)"""
     for m in names:
+        whole = ALL[4:] if reads_text_only(m) else ALL
         yield f"{m}/score", "score", m, []
         yield f"{m}/generate", "generate", m, "--num_generations 3 --max_completion_length 6 --temperature 1 --seed 5".split()
-        yield f"{m}/train", "train", m, STEP + ALL
-        yield f"{m}/recompute", "train", m, STEP + ALL + ["--gradient_checkpointing", "true"]
-        yield f"{m}/split", "train", m, STEP + ALL + ["--max_stream_tokens", "48", "--num_iterations", "2"]
-        yield f"{m}/recalled", "train", m, ONE + ALL + ["--torch_dtype", "bfloat16"]
+        yield f"{m}/train", "train", m, STEP + whole
+        yield f"{m}/recompute", "train", m, STEP + whole + ["--gradient_checkpointing", "true"]
+        yield f"{m}/split", "train", m, STEP + whole + ["--max_stream_tokens", "48", "--num_iterations", "2"]
+        yield f"{m}/recalled", "train", m, ONE + whole + ["--torch_dtype", "bfloat16"]
         yield f"{m}/lora", "train", m, STEP + LORA
         yield f"{m}/lora_all", "train", m, STEP + LORA + ["--lora_target_modules", ".*(vis|aud|attn|mlp|proj).*[a-z0-9]"]
         yield f"{m}/lora_8", "train", m, STEP + LORA + ["--load_in_8bit", "true"]
         yield f"{m}/lora_4", "train", m, STEP + LORA + ["--load_in_4bit", "true", "--gradient_checkpointing", "true"]
-        yield f"{m}/f32", "train", m, STEP + ALL + ["--torch_dtype", "float32"]
-        yield f"{m}/bf16", "train", m, STEP + ALL + ["--torch_dtype", "bfloat16"]
-        yield f"{m}/sft", "sft", m, STEP[4:10] + "--max_completion_length 5 --threads 2".split() + ALL
+        yield f"{m}/f32", "train", m, STEP + whole + ["--torch_dtype", "float32"]
+        yield f"{m}/bf16", "train", m, STEP + whole + ["--torch_dtype", "bfloat16"]
+        yield f"{m}/sft", "sft", m, STEP[4:10] + "--max_completion_length 5 --threads 2".split() + whole
 
 
 def digest(path):
@@ -81,7 +86,9 @@ def run(binary, work, name, verb, model, flags):
     config.write_text(re.sub(r'("max_position_embeddings": )256', r"\g<1>4096", config.read_text()))
     rows = ROWS + (HEARD if model.startswith("humanomni") else [])
     rows = [dict(row) for row in rows]
-    if model.startswith("qwen"):
+    if reads_text_only(model):
+        rows = [row for row in rows if not {"image", "video", "audio"} & set(row)]
+    elif model.startswith("qwen"):
         rows[2] |= {"fps": 2.0, "min_pixels": 3136, "max_pixels": 12544}
     if verb == "score":
         for row in rows:
@@ -91,7 +98,8 @@ def run(binary, work, name, verb, model, flags):
             row["conversations"] = [{"from": "human", "value": row.pop("problem")}, {"from": "gpt", "value": row["solution"]}]
     (work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     line = [str(binary), verb, "--model_name_or_path", str(place)]
-    line += ["--image_folders", str(GOLDEN / "media"), "--video_folders", str(GOLDEN / "media")]
+    if not reads_text_only(model):
+        line += ["--image_folders", str(GOLDEN / "media"), "--video_folders", str(GOLDEN / "media")]
     if model.startswith("humanomni"):
         line += ["--audio_folders", str(GOLDEN / "media")]
     if verb in ("train", "sft"):
