@@ -14,7 +14,7 @@
 //! let settings = json!({
 //!     "model_name_or_path": format!("{place}/model"), "train_file": format!("{place}/rows.jsonl"),
 //!     "output_dir": format!("{place}/run"), "reward_funcs": ["caller:brief"], "per_device_train_batch_size": 1,
-//!     "num_generations": 2, "max_completion_length": 4, "max_steps": 1,
+//!     "num_generations": 2, "max_completion_length": 4, "max_steps": 1, "allow_text_only": true,
 //! });
 //! let caller = Caller::new(|name| {
 //!     let score = |row: &omnigrpo::RewardInput<'_>| -(row.completion.len() as f64);
