@@ -519,6 +519,21 @@ impl Settings {
         Ok(settings)
     }
 
+    /// Returns the settings for other values. They keep what the program that runs the command in its process has handed in.
+    ///
+    /// # Errors
+    /// Returns an error as [`Self::from_values`] does.
+    pub fn with_values(&self, values: &Values) -> Result<Self, Problem> {
+        let mut out = Self::from_values(values, self.env.clone())?;
+        out.rewards.caller = self.rewards.caller.clone();
+        out.rewards.caller_digests = self.rewards.caller_digests.clone();
+        out.run.save.asked = Arc::clone(&self.run.save.asked);
+        out.run.eval.asked = Arc::clone(&self.run.eval.asked);
+        out.run.resume.repeat_complete = self.run.resume.repeat_complete;
+        out.turns.caller = self.turns.caller.clone();
+        Ok(out)
+    }
+
     /// Starts the environment, if there is one, and gives it to sampling and its tools to prompts.
     ///
     /// # Errors

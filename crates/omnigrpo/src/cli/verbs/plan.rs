@@ -462,7 +462,7 @@ pub fn changed(resolved: &Resolved, flags: &[(&'static str, String)]) -> Option<
         let flag = flags::find(name).filter(|flag| flag.verbs.contains(&resolved.verb))?;
         values.set(Given::read(flag, &Raw::Arguments(vec![text.clone()]), Origin::Flag).ok()?);
     }
-    let settings = Settings::from_values(&values, resolved.settings.env.clone()).ok()?;
+    let settings = resolved.settings.with_values(&values).ok()?;
     rules::check(resolved.verb, &settings).is_empty().then_some(settings)
 }
 
