@@ -282,7 +282,7 @@ def test_text_prompts_are_those_of_trl(demo, tmp_path):
 
     args = trl_config(trl, tmp_path / "trl", max_steps=1)
     trl.GRPOTrainer(str(demo / "model"), reward("trl"), args, datasets.Dataset.from_list(rows), processing_class=processor).train()
-    args.output_dir = str(tmp_path / "own")
+    args.output_dir, args.allow_text_only = str(tmp_path / "own"), True
     omnigrpo.GRPOTrainer(demo / "model", reward("own"), args, datasets.Dataset.from_list(rows)).train()
     assert seen["own"] == seen["trl"] == ({row["prompt"] for row in rows}, {str})
     # The tokens of the prompts are those of the tokenizer of transformers.
@@ -325,9 +325,20 @@ def test_a_changed_processor_is_refused_by_what_differs(demo, tmp_path):
 def test_a_saved_adapter_finds_its_base(demo, tmp_path):
     peft = needs("peft")
     args = omnigrpo.SFTConfig(
-        tmp_path / "adapter", use_peft=True, lora_rank=2, max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=1, dtype="float32"
+        tmp_path / "adapter", use_peft=True, lora_rank=2, max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=1, dtype="float32",
+        allow_text_only=True,
     )
     omnigrpo.SFTTrainer(demo / "model", args, [{"prompt": [{"role": "user", "content": "?"}], "solution": "1"}] * 2).train()
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert Path(config["base_model_name_or_path"]) == (demo / "model").resolve()
     assert peft.AutoPeftModel.from_pretrained(tmp_path / "adapter").peft_config["default"].r == 2
+
+
+def test_attributes_that_trl_lacks_act_or_are_errors(tmp_path):
+    trl = needs("trl")
+    args = trl_config(trl, tmp_path, max_steps=1)
+    args.allow_text_only, args.strict_media = True, True
+    assert omnigrpo.GRPOConfig.of(args).settings["strict_media"]
+    args.alow_text_only = True
+    with pytest.raises(TypeError, match="alow_text_only"):
+        omnigrpo.GRPOConfig.of(args)
