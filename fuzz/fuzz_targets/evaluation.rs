@@ -1,6 +1,7 @@
 //! Checks that no text breaks the sums of an evaluation, and that scores of explanations stay within their bounds.
 #![no_main]
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
@@ -28,7 +29,7 @@ fuzz_target!(|rows: Vec<Row<'_>>| {
             category: Some(row.solution.to_owned()),
             completion_turns: Vec::new(),
             completions: row.completions.iter().map(|&text| text.to_owned()).collect(),
-            answers: row.completions.iter().map(|text| answer(text, AnswerPolicy::Last).map(str::to_owned)).collect(),
+            answers: row.completions.iter().map(|text| answer(text, AnswerPolicy::Last).map(Cow::into_owned)).collect(),
             rewards: BTreeMap::from([("accuracy".to_owned(), vec![Some(1.0); row.completions.len()])]),
             reward: vec![Some(1.0); row.completions.len()],
             references: row.references.iter().map(|&text| text.to_owned()).collect(),
