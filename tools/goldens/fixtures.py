@@ -112,13 +112,9 @@ def gain(name: str) -> float:
     return 2.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.2
 
 
-def new_model(name: str):
+def randomise(model, seed: int):
     """Random weights with a useful spread: no bias is 0, no norm weight is 1, logits differ by more than rounding."""
-    config_class, model_class = model_classes(family_of(name))
-    raw = {k: v for k, v in hub_config(name).items() if k not in ("architectures", "model_type", "transformers_version")}
-    torch.manual_seed(0)
-    model = model_class._from_config(config_class(**raw), attn_implementation="eager", dtype=torch.float32).eval()
-    generator = torch.Generator().manual_seed(SEEDS[name])
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for n, p in model.named_parameters():
             noise = torch.randn(p.shape, generator=generator)
@@ -130,6 +126,14 @@ def new_model(name: str):
                 p.copy_(0.35 * noise)
             else:
                 p.copy_(noise * (gain(n) / math.sqrt(p[0].numel())))
+
+
+def new_model(name: str):
+    config_class, model_class = model_classes(family_of(name))
+    raw = {k: v for k, v in hub_config(name).items() if k not in ("architectures", "model_type", "transformers_version")}
+    torch.manual_seed(0)
+    model = model_class._from_config(config_class(**raw), attn_implementation="eager", dtype=torch.float32).eval()
+    randomise(model, SEEDS[name])
     return model
 
 

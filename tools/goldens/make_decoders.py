@@ -1,11 +1,10 @@
 """Tiny text-only decoders, Qwen3 and Llama, and what transformers computes with them. Writes golden/decoders."""
 
 import copy
-import math
 import shutil
 
 import torch
-from fixtures import OUT, gradients, save_tensors, write_json
+from fixtures import OUT, gradients, randomise, save_tensors, write_json
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 DECODERS = OUT / "decoders"
@@ -41,19 +40,7 @@ def write_checkpoint(name):
     config = config_class(**copy.deepcopy({k: v for k, v in raw.items() if k not in ("model_type", "torch_dtype")}))
     torch.manual_seed(0)
     model = model_class._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for n, p in model.named_parameters():
-            noise = torch.randn(p.shape, generator=generator)
-            if n.endswith("bias"):
-                p.copy_(0.1 * noise)
-            elif p.dim() == 1:
-                p.copy_(1.0 + 0.2 * noise)
-            elif "embed_tokens" in n or "lm_head" in n:
-                p.copy_(0.35 * noise)
-            else:
-                strong = n.endswith(("o_proj.weight", "down_proj.weight"))
-                p.copy_(noise * ((2.5 if strong else 1.2) / math.sqrt(p.shape[1])))
+    randomise(model, seed)
     directory = DECODERS / name
     shutil.rmtree(directory, ignore_errors=True)
     model.save_pretrained(directory)

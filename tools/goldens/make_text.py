@@ -1,19 +1,18 @@
 """Tiny models that read text only (Qwen2, Qwen3, Llama), and what transformers computes with them on case B."""
 
 import copy
-import math
 import shutil
 
 import torch
-from fixtures import ADDED, CHECKPOINTS, EOT, ID, IM_END, OUT, SPECIAL, VOCAB, gradients, save_tensors, write_json
+from fixtures import ADDED, CHECKPOINTS, EOT, ID, IM_END, OUT, SPECIAL, VOCAB, gradients, randomise, save_tensors, write_json
 from make_checkpoints import build_tokenizer, tokenizer_config
+from make_decoders import greedy, logits_of
 from safetensors.torch import load_file
 from transformers import (
     LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM,
 )
 
 CASES = OUT / "cases"
-GREEDY_TOKENS = 12
 SHARED = dict(
     attention_dropout=0.0, bos_token_id=EOT, eos_token_id=IM_END, hidden_act="silu", initializer_range=0.02, intermediate_size=64, max_position_embeddings=512, num_hidden_layers=2,
     torch_dtype="float32", use_cache=True, vocab_size=VOCAB,
@@ -56,31 +55,12 @@ NO_THINKING = "{%- if enable_thinking is defined and enable_thinking is false -%
 TEMPLATES = {"qwen2": MESSAGES + END, "qwen3": MESSAGES + NO_THINKING + END, "llama": MESSAGES + END}
 
 
-def new_model(name):
+def write_checkpoint(name):
     config_class, model_class, own, seed = MODELS[name]
     raw = {k: v for k, v in {**SHARED, **own}.items() if k not in ("model_type", "torch_dtype")}
     torch.manual_seed(0)
-    config = config_class(**copy.deepcopy(raw))
-    model = model_class._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for n, p in model.named_parameters():
-            noise = torch.randn(p.shape, generator=generator)
-            if n.endswith("bias"):
-                p.copy_(0.1 * noise)
-            elif p.dim() == 1:
-                p.copy_(1.0 + 0.2 * noise)
-            elif "embed_tokens" in n or "lm_head" in n:
-                p.copy_(0.35 * noise)
-            else:
-                strong = n.endswith(("o_proj.weight", "down_proj.weight"))
-                p.copy_(noise * ((2.5 if strong else 1.2) / math.sqrt(p.shape[1])))
-    return model
-
-
-def write_checkpoint(name):
-    _, model_class, own, _ = MODELS[name]
-    model = new_model(name)
+    model = model_class._from_config(config_class(**copy.deepcopy(raw)), attn_implementation="eager", dtype=torch.float32).eval()
+    randomise(model, seed)
     directory = CHECKPOINTS / name
     shutil.rmtree(directory, ignore_errors=True)
     model.save_pretrained(directory)
@@ -95,21 +75,6 @@ def write_checkpoint(name):
     for n, p in model.state_dict().items():
         assert torch.equal(p, loaded.state_dict()[n]), n
     return loaded
-
-
-def logits_of(model, ids):
-    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-
-
-def greedy(model, ids):
-    tokens, margins = [], []
-    with torch.no_grad():
-        for _ in range(GREEDY_TOKENS):
-            logits = logits_of(model, ids + tokens)[-1]
-            top = logits.topk(2).values
-            margins.append(float(top[0] - top[1]))
-            tokens.append(int(logits.argmax()))
-    return tokens, margins
 
 
 def main():

@@ -11,12 +11,11 @@ import argparse
 import json
 import os
 import pathlib
-import resource
-import subprocess
 import sys
 import tempfile
 
 from PIL import Image
+from rows import timed
 
 PHOTOS = 500
 RUNS = 7
@@ -41,15 +40,8 @@ def write(folder, turned):
 
 def check(binary, folder, cache):
     """Returns the processor time of a check without stored headers, in seconds, and its report."""
-    environment = {**os.environ, "HOME": str(cache), "XDG_CACHE_HOME": str(cache)}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [binary, "data", "check", "--train_file", folder / "rows.jsonl", "--threads", "1"], capture_output=True, text=True, env=environment
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode:
-        sys.exit(f"{binary}: status {done.returncode}\n{done.stderr}")
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
+    command = [binary, "data", "check", "--train_file", folder / "rows.jsonl", "--threads", "1"]
+    return timed(command, {"HOME": str(cache), "XDG_CACHE_HOME": str(cache)})
 
 
 def main():

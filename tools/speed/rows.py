@@ -37,18 +37,23 @@ def conversations(k, rng):
     return {"messages": turns + [{"role": "user", "content": f"Wieviel ist {k} − 1? Größer als 三?"}], "solution": str(k - 1)}
 
 
+def timed(command, environment):
+    """Returns the processor time of a command in seconds, and its output."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        sys.exit(f"{command[0]}: status {done.returncode}\n{done.stderr}")
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
+
+
 def check(binary, model, rows):
     """Returns the processor time of `data check` in seconds, and its report."""
     command = [binary, "data", "check", "--model", model, "--train_file", rows]
     # Older programs do not ask for the flag that the rows need, which are all text.
     known = subprocess.run([binary, "data", "check", "--help"], capture_output=True).stdout
     command += ["--allow_text_only", "true"] if b"allow_text_only" in known else []
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode:
-        sys.exit(f"{binary}: status {done.returncode}")
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
+    return timed(command, {"HF_HUB_OFFLINE": "1"})
 
 
 def main():

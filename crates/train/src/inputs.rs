@@ -19,7 +19,8 @@ const MAX_REWARD_FILE_BYTES: u64 = 16 << 20;
 /// Name of the columns beside the conversation that are part of prompts ([`Dataset::joined_columns`]). Rows without them have no entry.
 pub(crate) const JOINED: &str = "columns in the prompts";
 
-/// Returns digests of rows, media and the given files, and the columns that are part of prompts. Does not read files that a reward's file imports.
+/// Returns digests of rows, media and the given files, and the columns that are part of prompts. Does not read files that a reward's
+/// file imports.
 ///
 /// # Errors
 /// Returns an error if a file cannot be read.

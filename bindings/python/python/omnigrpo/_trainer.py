@@ -98,7 +98,7 @@ class GRPOConfig:
 def _given(config, default):
     """Return what was given to a dataclass: attributes that it lacks by itself, and fields that are neither the default nor made of it."""
     fields = {field.name for field in dataclasses.fields(config)}
-    own = fields | vars(default).keys() | {"distributed_state"}
+    own = fields | vars(default).keys()
     values = {name: value for name, value in vars(config).items() if name not in own and not name.startswith("_")}
     for field in dataclasses.fields(config):
         value, own = getattr(config, field.name), getattr(default, field.name)

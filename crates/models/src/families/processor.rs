@@ -27,7 +27,7 @@ pub trait Processor: Send + Sync {
 
     /// Returns the media settings that this family does not read.
     fn idle_settings(&self) -> IdleSettings {
-        IdleSettings::of_text()
+        IdleSettings { fields: IdleSettings::SIZES, why: || "it reads text only".into() }
     }
 
     /// Returns whether the published video processor chooses and sizes frames ([`super::FrameRule::Processor`]).

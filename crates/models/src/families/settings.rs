@@ -178,22 +178,20 @@ pub struct IdleSettings {
 }
 
 impl IdleSettings {
-    /// Returns the settings that a family without media does not read: all of them.
-    pub(super) fn of_text() -> Self {
-        const ALL: &[Setting] = &[
-            MAX_TILES,
-            IMAGE_MIN_PIXELS,
-            IMAGE_MAX_PIXELS,
-            VIDEO_MIN_PIXELS,
-            VIDEO_MAX_PIXELS,
-            VIDEO_TOTAL_PIXELS,
-            VIDEO_FPS,
-            VIDEO_MIN_FRAMES,
-            VIDEO_MAX_FRAMES,
-            RULE,
-        ];
-        Self { fields: ALL, why: || "it reads text only".into() }
-    }
+    /// Fields with the sizes and the number of pictures and frames, and with the rule that chooses frames.
+    pub(super) const SIZES: &[Setting] = &[
+        MAX_TILES,
+        IMAGE_MIN_PIXELS,
+        IMAGE_MAX_PIXELS,
+        VIDEO_MIN_PIXELS,
+        VIDEO_MAX_PIXELS,
+        VIDEO_TOTAL_PIXELS,
+        VIDEO_FPS,
+        VIDEO_MIN_FRAMES,
+        VIDEO_MAX_FRAMES,
+        RULE,
+        BASE_INTERVAL_SECS,
+    ];
 }
 
 #[cfg(test)]

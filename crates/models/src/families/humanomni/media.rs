@@ -23,19 +23,7 @@ use crate::families::{IdleSettings, MediumShape};
 
 /// Ignored settings: pictures of these models are squares of the tower's size, and a clip has a fixed number of them.
 pub(super) const IDLE: IdleSettings = IdleSettings {
-    fields: &[
-        MAX_TILES,
-        IMAGE_MIN_PIXELS,
-        IMAGE_MAX_PIXELS,
-        VIDEO_MIN_PIXELS,
-        VIDEO_MAX_PIXELS,
-        VIDEO_TOTAL_PIXELS,
-        VIDEO_FPS,
-        VIDEO_MIN_FRAMES,
-        VIDEO_MAX_FRAMES,
-        RULE,
-        BASE_INTERVAL_SECS,
-    ],
+    fields: IdleSettings::SIZES,
     why: || {
         format!(
             "its pictures always have the size of its tower, and {VIDEO_NFRAMES} sets the number of frames of a clip"
