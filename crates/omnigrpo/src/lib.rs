@@ -75,15 +75,13 @@
 //!
 //! # Features
 //!
-//! `cli` (default) adds the program and its dependencies. `settings`, which `cli` includes, adds settings by name. `https` and `parquet` (default) add rewards behind TLS and rows in
-//! parquet tables; both build C.
+//! `cli` (default) adds the program and its dependencies. `https` and `parquet` (default) add rewards behind TLS and rows in parquet
+//! tables; both build C.
 
 #![warn(missing_docs)]
 
 #[cfg(feature = "cli")]
 pub mod cli;
-#[cfg(feature = "settings")]
-pub mod settings;
 mod training;
 
 pub use omnigrpo_data::{
@@ -120,6 +118,7 @@ pub use omnigrpo_train::{
     Scored, Selection, SkipPolicy, SyncReference, TrainError, Trained, environment, environment_of, evaluate,
     generate, logprobs,
 };
+pub use omnigrpo_settings as settings;
 pub use training::{StepReport, TrainPlan, train};
 
 pub use omnigrpo_demo as demo;

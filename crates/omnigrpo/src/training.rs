@@ -1,6 +1,5 @@
 //! [`TrainPlan`] and [`train`], the training of a model from a program.
 
-use std::fmt::Debug;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -10,6 +9,8 @@ use omnigrpo_data::Dataset;
 use omnigrpo_models::{Model, PromptBuilder, TensorDigests};
 use omnigrpo_observe::{Console, Metric, RunLock, StepProgress, Trackers};
 use omnigrpo_rewards::{Corpus, RewardSet};
+use omnigrpo_settings::binding::{binding, earlier, verb_of};
+use omnigrpo_settings::{Settings, Values};
 use omnigrpo_train::{
     AdamWConfig, Algorithm, EvalOptions, EvalPlan, Evaluation, Observer, Output, Policy, Result, Rollouts,
     Run, RunPlan, Selection, Trained,
@@ -211,16 +212,17 @@ pub fn train(
     let (prompts, dataset) = (Arc::new(prompts), Arc::new(dataset));
     let lock = RunLock::acquire(&plan.output_dir, &format!("process {}", std::process::id()))?;
     let mut run = plan.run;
-    let plans: [(&str, &dyn Debug); 4] = [
-        ("algorithm", &plan.algorithm),
-        ("optimizer", &plan.optimizer),
-        ("selection", &plan.selection),
-        ("prompts", prompts.settings()),
-    ];
-    let plans = plans.into_iter().map(|(name, plan)| (name.to_owned(), format!("{plan:?}").into()));
-    let weighed = format!("{} weighed {:?}", rewards.names().join(", "), rewards.weights());
-    let binding = plans.chain(run.binding()).chain([("rewards".to_owned(), weighed.into())]);
-    run.resume.fingerprint.extend(binding);
+    let (names, verb) = (rewards.names().into_iter().map(str::to_owned).collect(), verb_of(run.objective));
+    let settings = Settings::of_plans(
+        &plan.algorithm,
+        &plan.optimizer,
+        &plan.selection,
+        &run,
+        prompts.settings(),
+        (names, rewards.weights()),
+    );
+    run.resume.fingerprint.extend(binding(&Values::of(&settings), &settings, verb, 1));
+    run.resume.before = earlier(verb);
     let eval = plan
         .held_out
         .map(|rows| EvalPlan { options: plan.eval, ..EvalPlan::new(Arc::clone(&prompts), Arc::new(rows)) });

@@ -447,3 +447,60 @@ fn clap_problem(error: &clap::Error, args: &[OsString]) -> Result<String, Proble
         }
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::expect_used)]
+mod tests {
+    use std::ffi::OsString;
+
+    use super::*;
+    use crate::settings::values::{Given, Origin};
+    use crate::settings::{Flag, Kind, Layer, Settings, all, config};
+
+    /// A setting that is a number refuses NaN and infinity by name, on the command line, in a file and from a program. JSON has
+    /// neither, so a program can only give their texts.
+    #[test]
+    fn numbers_that_are_not_finite_are_refused_everywhere() {
+        let is_number = |kind: &Kind| {
+            matches!(kind, Kind::Int { .. } | Kind::Float { .. } | Kind::Fraction | Kind::Floats)
+        };
+        let of_text = [("gpu_memory", "GB"), ("keep", "")];
+        let unit = |flag: &Flag| of_text.iter().find(|(name, _)| *name == flag.name).map(|(_, unit)| *unit);
+        let numbers: Vec<&Flag> =
+            all().filter(|flag| is_number(&flag.kind) || unit(flag).is_some()).collect();
+        assert!(numbers.len() > 100, "{}", numbers.len());
+        for flag in numbers {
+            let (name, unit, verb) = (flag.name, unit(flag).unwrap_or_default(), flag.verbs[0]);
+            let named = |problem: &str, text: &str| {
+                assert!(
+                    problem.contains(&format!("`{name}`")) || problem.contains(&format!("--{name}")),
+                    "{name} {text}: {problem}"
+                );
+            };
+            let said = |layer: Layer| -> Vec<String> {
+                let of_field = |given: &Given| (given.flag.place.set)(&mut Settings::default(), &given.value);
+                let late = layer.given.iter().filter_map(|given| of_field(given).err());
+                layer.problems.iter().map(ToString::to_string).chain(late.map(|p| p.to_string())).collect()
+            };
+            for text in ["nan", "NaN", "inf", "-inf", "Infinity", "1e999", "-1e999"] {
+                let text = format!("{text}{unit}");
+                let line = format!("omnigrpo {} --{name}={text}", verb.name());
+                let words = line.split(' ').map(str::to_owned);
+                let given = parse(words.map(OsString::from), |_| None);
+                named(&given.expect_err(name).to_string(), &text);
+                let from_program: Vec<String> = said(Layer::of(verb, [(name, text.clone().into())]));
+                named(&from_program.concat(), &text);
+                if matches!(flag.kind, Kind::Floats) {
+                    let list = serde_json::json!([1.0, text]);
+                    let from_program: Vec<String> = said(Layer::of(verb, [(name, list)]));
+                    named(&from_program.concat(), &text);
+                }
+            }
+            for text in [".nan", ".NaN", ".inf", "-.inf", "+.Inf", "nan", "1e999", "[1, .nan]", "[.inf]"] {
+                let lines = format!("{name}: {text}");
+                let from_file: Vec<String> = said(config::parse(&lines, "f", |_| Origin::Flag));
+                named(&from_file.concat(), text);
+            }
+        }
+    }
+}

@@ -1,8 +1,6 @@
 //! Help texts of settings, and the reference page of all settings.
 
 use crate::settings::explain::{default_text, expected, listed, plain};
-#[cfg(test)]
-use crate::settings::flags::Section;
 use crate::settings::flags::{Fallback, Flag, Kind, Verb};
 
 /// Returns the placeholder of a flag's value in the help.
@@ -81,41 +79,58 @@ fn default_words(flag: &Flag) -> String {
     default
 }
 
-/// Returns the reference page `docs/flags.md`.
 #[cfg(test)]
-pub fn reference() -> String {
-    let mut out = String::from(
-        "# Settings\n\nWritten from the flag table by a test; do not edit. Every setting is a flag (`--name`, dashes or underscores) and a key \
-         of `--config` files. Flags win over the file, the file over `--preset`, the preset over defaults. \
-         A setting that can have no effect, whatever the rows and the machine, is an error. \
-         `plan` and `init` take the settings of `train`. `omnigrpo help SETTING` shows one of them.\n",
-    );
-    for section in Section::ALL {
-        out.push_str(&format!(
-            "\n## {}\n\n| setting | value | default | verbs |\n|---|---|---|---|\n",
-            section.title()
-        ));
-        for flag in section.rows() {
-            let mut name =
-                if flag.positional { format!("`{}` (word)", flag.name) } else { format!("`{}`", flag.name) };
-            for alias in flag.aliases {
-                name.push_str(&format!(", `{alias}`"));
-            }
-            // `plan` takes the settings of `train`.
-            let verbs = flag.verbs.iter().filter(|verb| **verb != Verb::Plan).map(|verb| verb.name());
-            let verbs = verbs.collect::<Vec<_>>().join(", ");
-            let mut help = flag.help.to_string();
-            match flag.kind {
-                Kind::Choice(names) | Kind::Choices(names) | Kind::Switch(names) => {
-                    for (name, about) in names() {
-                        help.push_str(&format!(" <br>`{name}`: {}.", about.trim().trim_end_matches('.')));
-                    }
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::settings::flags::Section;
+
+    /// Returns the reference page `docs/flags.md`.
+    fn reference() -> String {
+        let mut out = String::from(
+            "# Settings\n\nWritten from the flag table by a test; do not edit. Every setting is a flag (`--name`, dashes or underscores) and a key \
+             of `--config` files. Flags win over the file, the file over `--preset`, the preset over defaults. \
+             A setting that can have no effect, whatever the rows and the machine, is an error. \
+             `plan` and `init` take the settings of `train`. `omnigrpo help SETTING` shows one of them.\n",
+        );
+        for section in Section::ALL {
+            out.push_str(&format!(
+                "\n## {}\n\n| setting | value | default | verbs |\n|---|---|---|---|\n",
+                section.title()
+            ));
+            for flag in section.rows() {
+                let mut name =
+                    if flag.positional { format!("`{}` (word)", flag.name) } else { format!("`{}`", flag.name) };
+                for alias in flag.aliases {
+                    name.push_str(&format!(", `{alias}`"));
                 }
-                kind => help.push_str(&format!(" ({})", expected(&kind))),
+                // `plan` takes the settings of `train`.
+                let verbs = flag.verbs.iter().filter(|verb| **verb != Verb::Plan).map(|verb| verb.name());
+                let verbs = verbs.collect::<Vec<_>>().join(", ");
+                let mut help = flag.help.to_string();
+                match flag.kind {
+                    Kind::Choice(names) | Kind::Choices(names) | Kind::Switch(names) => {
+                        for (name, about) in names() {
+                            help.push_str(&format!(" <br>`{name}`: {}.", about.trim().trim_end_matches('.')));
+                        }
+                    }
+                    kind => help.push_str(&format!(" ({})", expected(&kind))),
+                }
+                let cells = [name, help, default_words(flag), verbs];
+                out.push_str(&format!("| {} |\n", cells.map(|c| c.replace('|', "\\|")).join(" | ")));
             }
-            let cells = [name, help, default_words(flag), verbs];
-            out.push_str(&format!("| {} |\n", cells.map(|c| c.replace('|', "\\|")).join(" | ")));
         }
+        out
     }
-    out
+
+    #[test]
+    fn the_reference_page_is_current() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/flags.md");
+        let page = reference();
+        if std::env::var_os("WRITE_DOCS").is_some() {
+            std::fs::write(path, &page).unwrap();
+        }
+        let found = std::fs::read_to_string(path).unwrap_or_default();
+        assert!(found == page, "docs/flags.md is out of date: run the tests once with WRITE_DOCS=1");
+    }
 }

@@ -283,9 +283,6 @@ pub fn saved(settings: &Settings, output_dir: &Path) -> Option<TrainerState> {
     checkpoint::read_state(&path?).ok()
 }
 
-/// Name of the number of leaves in a checkpoint. One leaf has no entry.
-pub const LEAVES: &str = "gradient_leaves";
-
 /// Runs the command `again` as `size` ranks and returns the exit code of the run. A signal to stop is passed on as SIGUSR1, because
 /// `mpirun` kills its processes a second after any other one. A second Ctrl-C, SIGTERM or SIGHUP ends the ranks immediately.
 fn mpirun(size: usize, again: &[OsString]) -> Result<i32> {

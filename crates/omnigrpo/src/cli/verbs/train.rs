@@ -6,7 +6,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, split};
-use omnigrpo_grpo::Aggregation;
 use omnigrpo_guard::told;
 use omnigrpo_models::{Checkpoint, SharedDigests};
 use omnigrpo_observe::{DebugLog, Error as LogError, RunLock};
@@ -14,7 +13,7 @@ use omnigrpo_ops::Device;
 use omnigrpo_ranks::Ranks;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    Algorithm, CardPlan, EvalOptions, EvalPlan, MAX_LIVE, MICRO_BATCHES, Objective, Observer, Offload,
+    Algorithm, CardPlan, EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, Offload,
     Output, Policy, Prepared, RecordPlan, ResumeFrom, ResumePlan, Run, RunPlan, RunSummary, Split, Trained,
     room,
 };
@@ -23,11 +22,11 @@ use serde_json::{Map, Value};
 use super::notify::{Event, Notifier};
 use super::push::Pusher;
 use super::{Context, plan, print, profile, setup, watch};
-use crate::cli::ranks::{LEAVES, connect_gpus, leaves, saved, together};
+use crate::cli::ranks::{connect_gpus, leaves, saved, together};
 use crate::settings::flags::find;
-use crate::settings::values::{Given, Origin, Raw, Values};
+use crate::settings::values::{Given, Origin, Raw};
 use crate::settings::{
-    BatchUnit, Flag, Kind, Problem, Resolved, Settings, Verb, command, print_config, read_deepspeed,
+    BatchUnit, Problem, Resolved, Settings, binding, command, print_config, read_deepspeed,
 };
 
 /// Runs GRPO training.
@@ -104,8 +103,6 @@ pub fn once(
 
 /// Setting whose default differs from what the program did before it had the setting.
 const ORIENTATION: &str = "orientation";
-/// Value of [`ORIENTATION`] in checkpoints that do not name it.
-const BEFORE: &str = "stored";
 
 /// Settings of a run that resumes a checkpoint of another orientation than theirs, unless the user gives one, and a note about it.
 fn of_orientation(resolved: &Resolved, output_dir: &Path) -> Result<Option<(Resolved, String)>> {
@@ -116,7 +113,7 @@ fn of_orientation(resolved: &Resolved, output_dir: &Path) -> Result<Option<(Reso
     let saved = saved(&resolved.settings, output_dir).filter(|saved| !saved.model_only);
     let Some((flag, saved)) = find(ORIENTATION).zip(saved) else { return Ok(None) };
     let named = saved.fingerprint.get(ORIENTATION).and_then(Value::as_str);
-    let kept = named.unwrap_or(BEFORE);
+    let kept = named.or(binding::earlier_default(ORIENTATION)).unwrap_or_default();
     let given = Given::read(flag, &Raw::Arguments(vec![kept.to_owned()]), Origin::Flag)?;
     if value(resolved).is_some_and(|(value, _)| value == given.value) {
         return Ok(None);
@@ -411,8 +408,8 @@ fn run_plan(resolved: &Resolved, objective: Objective, leaves: usize) -> RunPlan
     RunPlan {
         objective,
         resume: ResumePlan {
-            fingerprint: binding(resolved, leaves),
-            before: before(resolved.verb),
+            fingerprint: fingerprint(resolved, leaves),
+            before: binding::earlier(resolved.verb),
             ..run.resume.clone()
         },
         records: RecordPlan {
@@ -427,6 +424,14 @@ fn run_plan(resolved: &Resolved, objective: Objective, leaves: usize) -> RunPlan
         },
         ..run.clone()
     }
+}
+
+/// Returns what the user gave that must not change when the run resumes.
+fn fingerprint(resolved: &Resolved, leaves: usize) -> Map<String, Value> {
+    let Resolved { values, settings, verb, .. } = resolved;
+    let code = settings.rewards.caller_digests.iter();
+    let code = code.map(|(name, digest)| (format!("code of {name}"), digest.as_str().into()));
+    binding::binding(values, settings, *verb, leaves).into_iter().chain(code).collect()
 }
 
 /// Returns the rows to train on, and the evaluation on other rows, if there are any.
@@ -468,51 +473,6 @@ fn eval_options(settings: &Settings) -> EvalOptions {
         _ => sampling,
     };
     EvalOptions { batch_rows: MAX_LIVE, ..options }
-}
-
-/// Returns every setting that must not change when a run resumes.
-fn binding(resolved: &Resolved, leaves: usize) -> Map<String, Value> {
-    let real = |(flag, value): (&Flag, Value)| {
-        let is_path = matches!(flag.kind, Kind::Path | Kind::Paths(_));
-        (flag.name.to_owned(), if is_path { real_paths(value) } else { value })
-    };
-    let mut out: Map<String, Value> = resolved.values.binding(resolved.verb).map(real).collect();
-    // A run may divide its steps over processes and batches in another way.
-    let divided = ["per_device_train_batch_size", "gradient_accumulation_steps"].map(|name| out.remove(name));
-    if divided.iter().any(Option::is_some) {
-        out.insert("prompts_per_step".into(), resolved.settings.run.prompts_per_step.into());
-    }
-    if resolved.settings.algorithm.loss.aggregation == Aggregation::TokenMeanLocal {
-        // The loss is a mean over micro-batches, so other ones give another loss.
-        out.insert(MICRO_BATCHES.into(), resolved.settings.algorithm.prompts_per_micro_batch.into());
-    }
-    let digests = resolved.settings.rewards.caller_digests.iter();
-    out.extend(digests.map(|(name, digest)| (format!("code of {name}"), digest.as_str().into())));
-    if leaves > 1 {
-        out.insert(LEAVES.into(), leaves.into());
-    }
-    out
-}
-
-/// Returns the values of settings in checkpoints of earlier versions, which had fewer: the defaults, which keep what those did.
-fn before(verb: Verb) -> Map<String, Value> {
-    let defaults = Values::defaults(verb);
-    let mut out: Map<String, Value> =
-        defaults.binding(verb).map(|(flag, value)| (flag.name.to_owned(), value)).collect();
-    out.insert(ORIENTATION.into(), BEFORE.into());
-    out
-}
-
-/// Replaces paths by their real paths, so that different spellings compare equal.
-fn real_paths(value: Value) -> Value {
-    match value {
-        Value::String(path) => {
-            let real = std::fs::canonicalize(&path).map(|real| real.display().to_string());
-            real.unwrap_or(path).into()
-        }
-        Value::Array(paths) => paths.into_iter().map(real_paths).collect(),
-        other => other,
-    }
 }
 
 /// Writes the first line of the log, about the program and the machine.

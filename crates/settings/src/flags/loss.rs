@@ -1,0 +1,358 @@
+//! The GRPO objective.
+
+use super::*;
+use crate::Settings;
+use crate::names::words;
+use crate::values::Field as _;
+use Kind::{Bool, Choice};
+use omnigrpo_grpo::{AdvantageKind, Aggregation, CorrectionKind, Kl, RatioLevel, Recipe, Surrogate};
+use omnigrpo_train::SyncReference;
+
+/// Returns the choices of the deviation by which centred rewards are divided.
+fn deviations() -> Vec<(&'static str, &'static str)> {
+    vec![("group", "Deviation of the group."), ("batch", "Deviation of the batch."), ("none", "No division.")]
+}
+
+fn no_clip(s: &Settings) -> Option<&'static str> {
+    match s.algorithm.loss.surrogate {
+        Surrogate::Clip { .. } | Surrogate::Cispo { .. } => None,
+        Surrogate::Ratio => Some("the recipe of `loss_type` does not clip the ratio"),
+        Surrogate::Sapo { .. } => Some("the recipe of `loss_type` has a smooth gate and no clip"),
+        Surrogate::LogProb => Some("the recipe of `loss_type` has no ratio and no clip"),
+        Surrogate::Custom(_) => Some("the loss is a custom function"),
+    }
+}
+
+fn no_lower_clip(s: &Settings) -> Option<&'static str> {
+    let capped = matches!(s.algorithm.loss.surrogate, Surrogate::Cispo { .. });
+    no_clip(s).or_else(|| capped.then_some("the recipe of `loss_type` caps the ratio from above only"))
+}
+
+fn no_gate(s: &Settings) -> Option<&'static str> {
+    (!matches!(s.algorithm.loss.surrogate, Surrogate::Sapo { .. })).then_some("`loss_type` is not sapo")
+}
+
+fn no_kl(s: &Settings) -> Option<&'static str> {
+    (s.algorithm.loss.beta == 0.0).then_some("`beta` is 0, so there is no KL term")
+}
+
+fn each_reward_alone(s: &Settings) -> Option<&'static str> {
+    (s.algorithm.normalize_then_sum)
+        .then_some("`multi_objective_aggregation normalize_then_sum` normalises each reward separately")
+}
+
+fn still(s: &Settings) -> Option<&'static str> {
+    s.run.sync_reference.is_none().then_some("`sync_ref_model` is false")
+}
+
+fn uncorrected(s: &Settings) -> Option<&'static str> {
+    (!s.algorithm.loss.correction.is_on()).then_some("`importance_sampling_correction` is off")
+}
+
+/// Flags of this section.
+pub const FLAGS: &[Flag] = &[
+    row(
+        "loss_type",
+        Choice(words::<&'static Recipe>),
+        Place { field: "recipe",
+            set: |s, v| {
+                s.recipe = take(v)?;
+                s.algorithm.follow(s.recipe);
+                Ok(())
+            },
+            get: |s| s.recipe.value(),
+        },
+        GRPO,
+    )
+    .help("Recipe: sets the advantage, the surrogate, the aggregation and the KL estimator together."),
+    row("beta", float(0.0, BIG), at!(algorithm.loss.beta), &[Train, Demo, Bench])
+        .help("Weight of the KL to the starting model. At 0 no reference is stored.")
+        .alias(&["grpo_beta"])
+        .unset("the recipe's; 0.04 for grpo")
+        .of_recipe(),
+    row("grpo_alpha", float(0.0, BIG), at!(algorithm.alpha), GRPO)
+        .help("Factor of the advantage in the policy term.")
+        .unset("the recipe's; 1 for grpo")
+        .of_recipe(),
+    row(
+        "scale_rewards",
+        Choice(deviations),
+        Place { field: "",
+            set: |s, v| {
+                s.algorithm.advantage = match take::<String>(v)?.as_str() {
+                    "batch" => AdvantageKind::Batch,
+                    "none" => AdvantageKind::GroupCenter,
+                    _ => AdvantageKind::GroupStd,
+                };
+                Ok(())
+            },
+            get: |_| None,
+        },
+        GRPO,
+    )
+    .help("Divide centred rewards by the deviation of the group, by that of the batch, or not at all.")
+    .unset("the recipe's; group for grpo")
+    .idle(|s, _| each_reward_alone(s)),
+    row("advantage", Choice(words::<AdvantageKind>), at!(algorithm.advantage), GRPO)
+        .help("How rewards become advantages; has more choices than `scale_rewards`.")
+        .unset("the recipe's; group_std for grpo")
+        .of_recipe()
+        .idle(|s, _| each_reward_alone(s)),
+    row(
+        "kl",
+        Choice(words::<Kl>),
+        Place { field: "algorithm.loss.kl",
+            set: |s, v| {
+                s.algorithm.loss.kl = take(v)?;
+                Ok(())
+            },
+            get: |s| {
+                match s.algorithm.loss.kl {
+                    Kl::K3Corrected => Kl::K3,
+                    kl => kl,
+                }
+                .value()
+            },
+        },
+        GRPO,
+    )
+    .help(
+        "KL estimator: per token and never negative (k3), or the signed difference of complete completions \
+             (k1_seq).",
+    )
+    .unset("the recipe's; k3 for grpo")
+    .of_recipe()
+    .idle(|s, _| no_kl(s)),
+    row(
+        "use_bias_correction_kl",
+        Bool,
+        Place { field: "",
+            set: |s, v| {
+                if take(v)? && s.algorithm.loss.kl == Kl::K3 {
+                    s.algorithm.loss.kl = Kl::K3Corrected;
+                }
+                Ok(())
+            },
+            get: |s| (s.algorithm.loss.kl == Kl::K3Corrected).value(),
+        },
+        GRPO,
+    )
+    .help("Multiply the k3 estimate by the ratio, which makes its gradient unbiased.")
+    .idle(|s, _| {
+        no_kl(s).or_else(|| (s.algorithm.loss.kl == Kl::K1).then_some("`kl k1_seq` has no ratio to correct"))
+    }),
+    row("router_aux_loss_coef", float(0.0, BIG), at!(algorithm.router.aux), &[Train, Sft, Demo])
+        .help(
+            "Weight of the loss that makes routers use all experts equally (it is 1 when they do); for families \
+             with experts.",
+        )
+        .alias(&["moe_aux_loss_coeff"]),
+    row("router_z_loss_coef", float(0.0, BIG), at!(algorithm.router.z), &[Train, Sft, Demo])
+        .help("Weight of the loss on the size of router logits (their squared log-sum-exp); for families with \
+             experts.")
+        .alias(&["moe_z_loss_coeff"]),
+    row("loss_agg", Choice(words::<Aggregation>), at!(algorithm.loss.aggregation), GRPO)
+        .help("How the losses of tokens become one number.")
+        .unset("the recipe's; seq_mean for grpo")
+        .of_recipe(),
+    row("importance_sampling_level", Choice(words::<RatioLevel>), at!(algorithm.loss.ratio), GRPO)
+        .help("One ratio per token, or one per completion (GSPO).")
+        .unset("the recipe's; token for grpo")
+        .of_recipe()
+        .idle(|s, _| {
+            matches!(s.algorithm.loss.surrogate, Surrogate::LogProb)
+                .then_some("the recipe of `loss_type` has no ratio")
+        }),
+    row(
+        "epsilon",
+        float(0.0, BIG),
+        Place { field: "algorithm.loss.surrogate.low",
+            set: |s, v| {
+                let epsilon = take(v)?;
+                // One value sets both bounds, as in TRL.
+                if let Surrogate::Clip { low, high, .. } = &mut s.algorithm.loss.surrogate {
+                    (*low, *high) = (epsilon, epsilon);
+                }
+                Ok(())
+            },
+            get: |s| match s.algorithm.loss.surrogate {
+                Surrogate::Clip { low, .. } => low.value(),
+                _ => None,
+            },
+        },
+        GRPO,
+    )
+    .help("Lower clip distance of the ratio from 1.")
+    .unset("the recipe's; 0.2 for grpo")
+    .of_recipe()
+    .idle(|s, _| no_lower_clip(s)),
+    row(
+        "epsilon_high",
+        float(0.0, BIG),
+        Place { field: "algorithm.loss.surrogate.high",
+            set: |s, v| {
+                match &mut s.algorithm.loss.surrogate {
+                    Surrogate::Clip { high: bound, .. } | Surrogate::Cispo { cap: bound } => {
+                        *bound = take(v)?
+                    }
+                    _ => {}
+                }
+                Ok(())
+            },
+            get: |s| match s.algorithm.loss.surrogate {
+                Surrogate::Clip { high: bound, .. } | Surrogate::Cispo { cap: bound } => bound.value(),
+                _ => None,
+            },
+        },
+        GRPO,
+    )
+    .help("Upper clip distance of the ratio from 1; for cispo the largest ratio itself.")
+    .unset("`epsilon`, or the recipe's")
+    .of_recipe()
+    .idle(|s, _| no_clip(s)),
+    row(
+        "delta",
+        float(1.0, BIG),
+        Place { field: "algorithm.loss.surrogate.delta",
+            set: |s, v| {
+                if let Surrogate::Clip { delta, .. } = &mut s.algorithm.loss.surrogate {
+                    *delta = Some(take(v)?);
+                }
+                Ok(())
+            },
+            get: |s| match s.algorithm.loss.surrogate {
+                Surrogate::Clip { delta, .. } => delta.value(),
+                _ => None,
+            },
+        },
+        GRPO,
+    )
+    .help("Upper bound of the unclipped ratio, for negative advantages.")
+    .unset("off")
+    .idle(|s, _| no_lower_clip(s)),
+    row(
+        "sapo_temperature_pos",
+        float(1e-6, BIG),
+        Place {
+            field: "",
+            set: |s, v| {
+                if let Surrogate::Sapo { pos, .. } = &mut s.algorithm.loss.surrogate {
+                    *pos = take(v)?;
+                }
+                Ok(())
+            },
+            get: |s| match s.algorithm.loss.surrogate {
+                Surrogate::Sapo { pos, .. } => pos.value(),
+                _ => None,
+            },
+        },
+        GRPO,
+    )
+    .help("Steepness of the gate of sapo for positive advantages.")
+    .unset("the recipe's; 1 for sapo")
+    .of_recipe()
+    .idle(|s, _| no_gate(s)),
+    row(
+        "sapo_temperature_neg",
+        float(1e-6, BIG),
+        Place {
+            field: "",
+            set: |s, v| {
+                if let Surrogate::Sapo { neg, .. } = &mut s.algorithm.loss.surrogate {
+                    *neg = take(v)?;
+                }
+                Ok(())
+            },
+            get: |s| match s.algorithm.loss.surrogate {
+                Surrogate::Sapo { neg, .. } => neg.value(),
+                _ => None,
+            },
+        },
+        GRPO,
+    )
+    .help("Steepness of the gate of sapo for the other advantages; steeper ones learn less from unlikely tokens.")
+    .unset("the recipe's; 1.05 for sapo")
+    .of_recipe()
+    .idle(|s, _| no_gate(s)),
+    row("num_iterations", int(1, 1024), at!(run.num_iterations), GRPO)
+        .help("Optimizer passes over the completions of each rollout."),
+    row(
+        "steps_per_generation",
+        int(1, 1024),
+        Place { field: "run.steps_per_generation", ..at!(batch.per_generation) },
+        GRPO,
+    )
+    .help(
+        "Optimizer steps that share one rollout. The rollout holds the prompts of all these steps, and each \
+         step takes its own part of them. With `batch_unit` completions it counts batches, as in TRL: \
+         `gradient_accumulation_steps` of them are one step.",
+    )
+    .unset("one optimizer step"),
+    row(
+        "sync_ref_model",
+        Bool,
+        Place { field: "",
+            set: |s, v| {
+                s.run.sync_reference = take::<bool>(v)?.then(SyncReference::default);
+                Ok(())
+            },
+            get: |s| s.run.sync_reference.is_some().value(),
+        },
+        GRPO,
+    )
+    .help("Let the reference follow the policy (TR-DPO); not with adapters.")
+    .idle(|s, _| no_kl(s)),
+    row(
+        "ref_model_sync_steps",
+        int(1, COUNT),
+        Place { field: "",
+            set: |s, v| {
+                if let Some(sync) = &mut s.run.sync_reference {
+                    sync.every = take(v)?;
+                }
+                Ok(())
+            },
+            get: |s| s.run.sync_reference.unwrap_or_default().every.value(),
+        },
+        GRPO,
+    )
+    .help("Optimizer steps between two updates of the reference.")
+    .idle(|s, _| still(s)),
+    row(
+        "ref_model_mixup_alpha",
+        float(0.0, 1.0),
+        Place { field: "",
+            set: |s, v| {
+                if let Some(sync) = &mut s.run.sync_reference {
+                    sync.mixup = take(v)?;
+                }
+                Ok(())
+            },
+            get: |s| s.run.sync_reference.unwrap_or_default().mixup.value(),
+        },
+        GRPO,
+    )
+    .help("Share of the policy in the reference after such an update.")
+    .idle(|s, _| still(s)),
+    row("mask_truncated_completions", Bool, at!(algorithm.loss.mask_truncated_completions), GRPO)
+        .help("Leave completions that reached the length limit out of the loss."),
+    row("top_entropy_quantile", float(1e-6, 1.0), at!(algorithm.loss.top_entropy), GRPO)
+        .help("Share of the tokens of a step, those with the highest entropy when sampled, that the policy term \
+             and the entropy bonus use in all updates."),
+    row("importance_sampling_correction", Choice(words::<CorrectionKind>), at!(algorithm.loss.correction.kind), GRPO)
+        .help("Correct for the difference between sampling and training, which use other kernels or fewer bits: \
+             weight the loss by the ratio of their probabilities.")
+        .alias(&["vllm_importance_sampling_mode"])
+        .idle(|s, _| s.not_sampled()),
+    row("importance_sampling_clip_max", float(0.0, BIG), at!(algorithm.loss.correction.max), GRPO)
+        .help("Largest weight of the correction.")
+        .alias(&["vllm_importance_sampling_clip_max"])
+        .idle(|s, _| uncorrected(s)),
+    row("importance_sampling_clip_min", float(0.0, BIG), at!(algorithm.loss.correction.min), GRPO)
+        .help("Smallest weight of the correction.")
+        .unset("none")
+        .alias(&["vllm_importance_sampling_clip_min"])
+        .idle(|s, _| uncorrected(s)),
+    row("entropy_coef", float(-BIG, BIG), at!(algorithm.loss.entropy_coef), GRPO)
+        .help("Weight of an entropy bonus."),
+];

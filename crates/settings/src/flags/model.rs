@@ -1,0 +1,178 @@
+//! Checkpoint, precision and memory.
+
+use super::*;
+use crate::DeviceChoice;
+use crate::names::{Bf16Products, QuantizedActivations, words};
+use crate::values::Field as _;
+use Kind::{Bool, Choice, Path, Text};
+use omnigrpo_models::WeightDtype;
+
+/// Flags of this section.
+pub const FLAGS: &[Flag] = &[
+    row("model_name_or_path", Text, at!(model.name), MODEL)
+        .help(
+            "Checkpoint directory in the published Hugging Face layout, or the name of a model on the hub, \
+             which is fetched if the local cache lacks it.",
+        )
+        .alias(&["model", "model_path"])
+        .unset("")
+        .required(&[Train, Sft, Generate, Score, Eval, Export])
+        .free(LOOP)
+        .per_rank(),
+    row("torch_dtype", Choice(words::<WeightDtype>), at!(model.dtype), RUNS_MODEL)
+        .help(
+            "Precision of the weights; `auto` keeps that of the checkpoint. With bfloat16 the optimizer keeps \
+             float32 masters, and products on AMX tiles round activations as well.",
+        )
+        .alias(&["dtype"]),
+    row(
+        "device",
+        Text,
+        Place {
+            field: "",
+            set: |s, v| {
+                s.model.device = DeviceChoice::parse(&take::<String>(v)?, "device")?;
+                Ok(())
+            },
+            get: |s| text(&s.model.device.to_string()),
+        },
+        PLACED,
+    )
+    .help(
+        "Where the model runs: `cpu`, or `cuda:N` for the NVIDIA GPU with that number in the driver's list \
+             (`cuda` is the first; CUDA_VISIBLE_DEVICES hides some). `auto` takes the first GPU, else the CPU, \
+             and prints which and why.",
+    )
+    .free(LOOP)
+    .per_rank(),
+    row(
+        "reference_device",
+        Text,
+        Place {
+            field: "",
+            set: |s, v| {
+                let choice = DeviceChoice::parse(&take::<String>(v)?, "reference_device")?;
+                s.model.reference_device = Some(choice);
+                Ok(())
+            },
+            get: |s| s.model.reference_device.and_then(|choice| text(&choice.to_string())),
+        },
+        GRPO,
+    )
+    .help("Where the reference of the KL term runs. `cpu` leaves the memory of a GPU to the policy.")
+    .unset("`device`")
+    .idle(|s, _| (!s.algorithm.loss.needs_reference()).then_some("`beta` is 0, so there is no reference"))
+    .free(LOOP),
+    row(
+        "gpu_memory",
+        Text,
+        Place {
+            field: "",
+            set: |s, v| {
+                s.model.gpu_memory = Some(memory_of(&take::<String>(v)?)?);
+                Ok(())
+            },
+            get: |s| s.model.gpu_memory.and_then(|bytes| text(&format!("{}MB", bytes / 1_000_000))),
+        },
+        TUNES,
+    )
+    .help(
+        "Plan for a GPU with this memory, such as `24GB`, instead of opening one. The memory that the driver takes for \
+         itself is not included.",
+    )
+    .unset("the free memory of `device`")
+    .idle(|s, _| (!s.io.dry_run).then_some("only `plan` and `--dry_run` assume a GPU"))
+    .free(LOOP),
+    row(
+        "adapter_name_or_path",
+        Path,
+        Place {
+            field: "model.adapter",
+            set: |s, v| {
+                s.model.adapter = Some(take(v)?);
+                s.train_adapters();
+                Ok(())
+            },
+            get: |s| s.model.adapter.value(),
+        },
+        ADAPTED,
+    )
+    .help(
+        "LoRA adapter in PEFT's format that was trained on this checkpoint. Training continues it, with its \
+             rank and scale; other commands apply it.",
+    )
+    .alias(&["adapter_path"])
+    .unset("none")
+    .first()
+    .free(LOOP)
+    .per_rank(),
+    row("merge", Bool, at!(model.merge), &[Export])
+        .help("Add the adapter to the weights and write a complete checkpoint."),
+    row("load_in_8bit", Bool, at!(model.load_in_8bit), QUANTISED).help(
+        "Store frozen linear weights in 8 bits (8.5 with scales), quantised one tensor at a time while they \
+             are read. Training then needs adapters.",
+    ),
+    row("load_in_4bit", Bool, at!(model.load_in_4bit), QUANTISED).help(
+        "Store frozen linear weights in 4 bits (4.5 with scales): a quarter of bfloat16, with 16 times the \
+             rounding error of 8 bits. Training then needs adapters.",
+    ),
+    row("quantized_activations", Choice(words::<QuantizedActivations>), at!(model.quantized_activations), QUANTISED)
+        .help(
+            "Form of the activations in products with frozen 8-bit or 4-bit weights. `float32` is slower on \
+             CPUs that multiply 8-bit integers or bfloat16.",
+        )
+        .idle(|s, _| {
+            (!s.model.load_in_8bit && !s.model.load_in_4bit)
+                .then_some("no weight has few bits without `load_in_8bit` or `load_in_4bit`")
+        }),
+    row("bf16_products", Choice(words::<Bf16Products>), at!(model.bf16_products), MULTIPLIES)
+        .help(
+            "How the CPU multiplies with bfloat16 weights, and with widened 8-bit or 4-bit weights. CPUs that \
+             multiply bytes widen them only for gradients, and for many rows on tiles. `doctor` measures each \
+             way. A resumed run keeps the way that it began with.",
+        )
+        .free(LOOP)
+        .idle(|s, verb| {
+            let wide = s.model.dtype == WeightDtype::Float32 && !s.model.load_in_8bit && !s.model.load_in_4bit;
+            (wide && verb != Doctor).then_some("`torch_dtype` is float32 and no weight has few bits")
+        }),
+    row("init_weights", int(0, i64::MAX), at!(model.init_weights), &[Train, Sft])
+        .help(
+            "Start from random weights with this seed; the checkpoint directory then needs no weight files.",
+        )
+        .unset("the checkpoint's weights"),
+    row("pure_bf16", Bool, at!(optimizer.pure_bf16), STEPS)
+        .help(
+            "Update bfloat16 weights without float32 masters. This saves memory, but at small learning rates \
+             most updates round to nothing.",
+        )
+        .idle(|s, _| (s.model.dtype == WeightDtype::Float32).then_some("`torch_dtype` is float32")),
+    row("max_stream_tokens", int(16, COUNT), at!(algorithm.max_stream_tokens), &[Train, Sft, Score, Demo])
+        .help(
+            "Maximum number of tokens in one forward pass. A larger group is split into passes that share its prompt. Results \
+             are the same except for rounding, so a run that resumes with another value ends with other bits.",
+        )
+        .unset("4096; a whole group in `score`")
+        .free(LOOP),
+    row("gradient_checkpointing", Bool, at!(algorithm.recompute), &[Train, Sft, Demo, Bench])
+        .help(
+            "Recompute blocks in the backward pass: less memory, about a third more time. Results are the same except for \
+             rounding, so a run that resumes with another value ends with other bits.",
+        )
+        .free(LOOP),
+];
+
+/// Reads an amount of memory such as `24GB`, in bytes.
+fn memory_of(text: &str) -> Result<u64, Problem> {
+    let units = [("GiB", 1u64 << 30), ("GB", 1_000_000_000), ("MB", 1_000_000)];
+    let read = |(unit, bytes): &(&str, u64)| {
+        let number: f64 = text.strip_suffix(unit)?.trim().parse().ok()?;
+        (number > 0.0 && number < BIG).then_some((number * *bytes as f64) as u64)
+    };
+    units.iter().find_map(read).ok_or_else(|| {
+        Problem::usage("this is no amount of memory")
+            .at("--gpu_memory")
+            .got(format!("`{text}`"))
+            .expected("a number with a unit, such as `24GB`, `22.5GiB` or `800MB`")
+    })
+}
