@@ -43,6 +43,7 @@ mod workspace;
 pub mod activation;
 pub mod attention;
 pub mod buffer;
+pub mod checksum;
 pub mod conv;
 pub mod dropout;
 pub mod embedding;

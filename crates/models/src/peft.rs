@@ -33,7 +33,7 @@ use crate::families::Format;
 use crate::lora::{LoraConfig, MAX_RANK, module_of};
 use crate::model::Model;
 use crate::origin::Origin;
-use crate::weights::digest::of_piece;
+use omnigrpo_kernels::checksum::checksum;
 
 const CONFIG: &str = "adapter_config.json";
 pub(crate) const WEIGHTS: &str = "adapter_model.safetensors";
@@ -456,7 +456,7 @@ impl AdapterFile {
         let file = SafeTensors::deserialize(&bytes).map_err(ModelError::safetensors(&path, "read"))?;
         let targets = target_parameters(dir)?;
         let (pairs, modules, whole) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        let mut this = Self { pairs, modules, whole, digest: of_piece(&bytes) };
+        let mut this = Self { pairs, modules, whole, digest: checksum(&bytes) };
         for (key, view) in file.tensors() {
             let inner = key.strip_prefix(PREFIX).unwrap_or(&key).replace(".default", "");
             let inner = inner.replace(".modules_to_save", "");

@@ -6,6 +6,7 @@ use std::hint::black_box;
 use half::bf16;
 use omnigrpo_kernels::activation::{self, Activation};
 use omnigrpo_kernels::attention::{self, AttentionLayout, Qkv, QueryRange, Shape};
+use omnigrpo_kernels::checksum::Floats;
 use omnigrpo_kernels::conv::RowMix;
 use omnigrpo_kernels::dropout::{self, Mask};
 use omnigrpo_kernels::experts::{self, Groups};
@@ -13,7 +14,7 @@ use omnigrpo_kernels::linear::{self, Gradient, Layer};
 use omnigrpo_kernels::logprob::{Head, Statistics, Targets};
 use omnigrpo_kernels::optim::AdamW;
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
-use omnigrpo_kernels::{Mat, MatMut, Weight, buffer, embedding, logprob, norm, optim, rope};
+use omnigrpo_kernels::{Mat, MatMut, Weight, buffer, embedding, logprob, norm, optim, parallel, rope};
 
 /// Unit of which a call does 10⁹: operations or bytes.
 #[derive(Clone, Copy)]
@@ -206,6 +207,15 @@ fn linear_cases(all: &mut Vec<Case>) {
             black_box(rayon::join(|| sum(a), || sum(b)));
         }
     }));
+    // What loading does with mapped weights: the search for numbers that are not finite, alone and with the sum of all bytes.
+    let mut load = |name: &str, pass: fn(&[bf16]) -> (u64, bool)| {
+        all.push(case(format!("weights {name}"), Amount::Bytes((len * 4) as f64), move || {
+            let x = vec![bf16::ONE; len * 2];
+            move || drop(black_box(parallel::map(x.chunks(1 << 17), 2 * x.len(), pass)))
+        }));
+    };
+    load("finite", |x| (0, x.iter().fold(true, |all, x| all & x.is_finite())));
+    load("finite and checksum", Floats::checksum);
 }
 
 fn row_cases(all: &mut Vec<Case>) {

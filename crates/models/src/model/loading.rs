@@ -9,11 +9,11 @@ use omnigrpo_ops::{Device, Param};
 use super::Model;
 use crate::checkpoint::Checkpoint;
 use crate::error::Result;
-use crate::weights::digest::of_piece;
 use crate::weights::{
     Chosen, FileSource, OutlineOf, OutlineSource, Quantization, RandomSource, ReferenceSource, TensorDigests,
     WeightDtype, WeightFiles,
 };
+use omnigrpo_kernels::checksum::checksum;
 
 /// Options for loading a checkpoint.
 #[derive(Clone, Copy, Default)]
@@ -59,12 +59,12 @@ fn weight_files(checkpoint: &Checkpoint) -> Result<(WeightFiles, HashSet<String>
 /// Returns a digest of the values of a weight in memory.
 fn param_digest(param: &Param) -> u64 {
     match param.read().stored() {
-        Stored::F32(values) => of_piece(bytemuck::cast_slice(values)),
-        Stored::Bf16(values) => of_piece(bytemuck::cast_slice(values)),
+        Stored::F32(values) => checksum(bytemuck::cast_slice(values)),
+        Stored::Bf16(values) => checksum(bytemuck::cast_slice(values)),
         Stored::Quantised(matrix) => {
             let mut wide = vec![0.0f32; matrix.len()];
             matrix.widen(&mut wide);
-            of_piece(bytemuck::cast_slice(&wide))
+            checksum(bytemuck::cast_slice(&wide))
         }
     }
 }

@@ -5,14 +5,14 @@
 //! changed byte in the middle of a tensor goes unnoticed.
 //!
 //! The processes of a run compare every byte. Each byte is hashed while it is read, by the thread that reads it, in pieces that are in the
-//! cache ([`TensorDigests`]). The hash is XXH3: it finds faults and differences, and does not resist an attacker who can choose the weights.
+//! cache ([`TensorDigests`], [`checksum`]). The sum finds faults and differences, and does not resist an attacker who can choose the weights.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use omnigrpo_kernels::checksum::checksum;
 use sha2::{Digest, Sha256};
-use twox_hash::XxHash3_64;
 
 use super::files::{Shard, WeightFiles, shard_paths};
 use crate::error::Result;
@@ -45,14 +45,9 @@ impl SharedDigests {
     }
 }
 
-/// Returns the digest of neighbouring bytes of a tensor.
-pub(crate) fn of_piece(bytes: &[u8]) -> u64 {
-    XxHash3_64::oneshot(bytes)
-}
-
 /// Combines the digests of the pieces of a tensor, in their order.
 pub(crate) fn of_pieces(digests: &[u64]) -> u64 {
-    of_piece(bytemuck::cast_slice(digests))
+    checksum(bytemuck::cast_slice(digests))
 }
 
 /// Digests of a checkpoint or adapter directory.

@@ -15,12 +15,13 @@ use half::vec::HalfBitsVecExt as _;
 use half::{bf16, f16};
 use memmap2::Mmap;
 use omnigrpo_guard::inside;
+use omnigrpo_kernels::checksum::{Floats, checksum};
 use omnigrpo_kernels::{Stored, parallel};
 use omnigrpo_ops::{Param, ParamDtype, Part, Values};
 use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 
-use super::digest::{TensorDigests, of_piece, of_pieces};
+use super::digest::{TensorDigests, of_pieces};
 use super::{WeightDtype, named_in};
 use crate::error::{ModelError, Result};
 use crate::families::{Companion, FamilyOption};
@@ -153,7 +154,7 @@ impl Shard {
         let found = parallel::map(pieces, work, |(i, to)| {
             let mut bytes = vec![0; N * to.len()];
             self.read(start + (i * PIECE * N) as u64, &mut bytes)?;
-            let digest = if is_digested { of_piece(&bytes) } else { 0 };
+            let digest = if is_digested { checksum(&bytes) } else { 0 };
             let bytes = bytes.as_chunks::<N>().0;
             let mut finite = true;
             for (to, &bytes) in to.iter_mut().zip(bytes) {
@@ -216,7 +217,7 @@ impl WeightFiles {
             let mut bytes = vec![0; piece.min(end - at)];
             let shard = &self.shards[*shard];
             shard.read(shard.data + at as u64, &mut bytes)?;
-            Ok(of_piece(&bytes))
+            Ok(checksum(&bytes))
         });
         self.note(name, Some(pieces.into_iter().collect::<Result<_>>()?));
         Ok(())
@@ -351,8 +352,8 @@ impl WeightFiles {
         let mut pieces = self.pieces();
         let guard = param.read();
         let bad = match guard.stored() {
-            Stored::Bf16(data) => first_not_finite(data, &mut pieces, |x| x.is_finite()),
-            Stored::F32(data) => first_not_finite(data, &mut pieces, |x| x.is_finite()),
+            Stored::Bf16(data) => first_not_finite(data, &mut pieces),
+            Stored::F32(data) => first_not_finite(data, &mut pieces),
             Stored::Quantised(_) => None,
         };
         drop(guard);
@@ -475,17 +476,14 @@ impl WeightFiles {
 
 /// Describes the first value that is not finite. All threads search, while the file's pages are in memory. `digests` receives the
 /// digest of each piece, if they are needed: those that [`Shard::numbers`] computes.
-fn first_not_finite<T: Copy + Display + Sync + bytemuck::NoUninit>(
+fn first_not_finite<T: Copy + Display + Sync + Floats>(
     data: &[T],
     digests: &mut Option<Vec<u64>>,
-    finite: impl Fn(T) -> bool + Sync,
 ) -> Option<String> {
-    let is_digested = digests.is_some();
     let found = parallel::map(data.chunks(PIECE).enumerate(), 2 * data.len(), |(i, piece)| {
-        let digest = if is_digested { of_piece(bytemuck::cast_slice(piece)) } else { 0 };
-        // All values are checked before the search for the first one: a loop that may end early cannot be vectorised.
-        let whole = piece.iter().fold(true, |all, &x| all & finite(x));
-        let at = if whole { None } else { piece.iter().position(|&x| !finite(x)) };
+        let (digest, finite) = T::checksum(piece);
+        // The first one is searched for only if there is one: a loop that may end early cannot be vectorised.
+        let at = if finite { None } else { piece.chunks(1).position(|x| !T::checksum(x).1) };
         (at.map(|at| i * PIECE + at), digest)
     });
     let (found, hashes): (Vec<_>, _) = found.into_iter().unzip();
