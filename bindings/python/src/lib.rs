@@ -386,8 +386,9 @@ fn attended<T: Send + 'static>(
             Some(Box::new(Function { name, system, line, logged: Mutex::default() }))
         });
         (caller.console, caller.stop) = (console, asked_to_stop);
-        caller.environment = Some(Arc::new(Environments(line.clone())));
-        let (stop, save, evaluate) = (caller.stop.clone(), caller.save.clone(), caller.evaluate.clone());
+        caller.functions.environment = Some(Arc::new(Environments(line.clone())));
+        let (stop, asked) = (caller.stop.clone(), caller.functions.asked.clone());
+        let (save, evaluate) = (asked.save, asked.evaluate);
         caller.observer = Box::new(Reports { line, stop, save, evaluate });
         command(caller)
     })?;
@@ -540,7 +541,7 @@ fn train(
     let resolved = resolved(py, verb(command)?, settings)?;
     let system = resolved.settings.prompts.render.system.clone();
     let (done, model) = attended(py, call, system, move |mut caller| {
-        (caller.digests, caller.repeat_complete) = (digests, repeat);
+        (caller.functions.digests, caller.functions.repeat_complete) = (digests, repeat);
         embed::train(resolved, caller)
     })?;
     let of = |evaluation: Option<&Evaluation>| evaluation.map(numbers);

@@ -36,7 +36,7 @@ pub enum OrderError {
 }
 
 /// Rules by which the rewards of one pass over the rows select and sort the rows of the next pass.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
 pub struct Lessons {
     /// Lowest average reward; rows that earned less are left out.
     pub low: Option<f64>,
@@ -47,7 +47,7 @@ pub struct Lessons {
 }
 
 /// Order of a pass by the rewards of the previous pass.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub enum Curriculum {
     /// No order by reward; rows come as drawn.
     #[default]

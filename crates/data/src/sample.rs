@@ -132,7 +132,7 @@ pub enum MediumSource {
 
 /// Options for reading a medium. `None` leaves the choice to the run's settings. The value of a message part takes precedence
 /// over the value of the row. [`MediumOptions::or`] fills in the defaults of the run.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
 pub struct MediumOptions {
     /// Frames per second to sample, > 0. For a list of frames, it is the list's own frame rate.
     pub fps: Option<f64>,
@@ -183,7 +183,7 @@ impl MediumOptions {
 }
 
 /// Segments of a clip that was cut together from several videos (the `meta` column).
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct Segments {
     /// Number of frames in each segment; their sum is the clip's frame count.
     pub frame_counts: Vec<u32>,

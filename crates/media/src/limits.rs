@@ -13,7 +13,7 @@ use crate::MediaError;
 pub(crate) const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
 /// Limits on memory and time per medium. Files may be malicious, so every decode runs under these limits.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct Limits {
     /// Maximum size of an image or animation file, in bytes. It does not apply to video and audio, which are streamed. Default
     /// 256 MiB.

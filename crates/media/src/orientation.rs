@@ -22,7 +22,7 @@ use image::ImageFormat;
 use crate::Rgb8Image;
 
 /// Form in which the pixels of pictures and clips are given.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
 pub enum Orientation {
     /// Turned as the file's orientation tag or display matrix says.
     #[default]

@@ -36,7 +36,7 @@ impl KeptExperts {
 }
 
 /// Weights of the routers' losses relative to the policy loss; see [`RouterLoss`].
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
 pub struct RouterPlan {
     /// Weight of the load-balancing loss.
     pub aux: f64,

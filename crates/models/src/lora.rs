@@ -16,7 +16,7 @@ use crate::model::Model;
 pub(crate) const MAX_RANK: usize = 1 << 14;
 
 /// Configuration of a model's adapters.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct LoraConfig {
     /// Rank: rows of `A` and columns of `B`.
     pub rank: usize,

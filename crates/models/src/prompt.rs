@@ -1,6 +1,5 @@
 //! Builds prompts for the model from dataset rows.
 
-use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -59,7 +58,7 @@ impl Prompt {
 }
 
 /// Settings for building prompts.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct PromptSettings {
     /// Settings for reading media.
     pub media: MediaSettings,
@@ -71,22 +70,13 @@ pub struct PromptSettings {
     pub max_completion_length: usize,
     /// Strings that end a completion, besides the checkpoint's stop tokens.
     pub stop_strings: Vec<String>,
-    /// Function that adds to a row what an environment shows before the model's first turn; `None` without one.
-    pub opening: Option<Opening>,
 }
 
-/// Function that adds text and media to the last turn of a row.
+/// Function that adds text and media to the last turn of a row: what an environment shows before the model's first turn.
 #[derive(Clone)]
 pub struct Opening(pub Arc<OpeningFn>);
 
 type OpeningFn = dyn Fn(&mut Sample) -> std::result::Result<(), Cause> + Send + Sync;
-
-impl fmt::Debug for Opening {
-    /// Formats the name of the type.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Opening")
-    }
-}
 
 impl Default for PromptSettings {
     /// Returns the checkpoint's own settings for media and text. A prompt may have any length that leaves room for 256 tokens.
@@ -97,7 +87,6 @@ impl Default for PromptSettings {
             max_prompt_length: None,
             max_completion_length: 256,
             stop_strings: Vec::new(),
-            opening: None,
         }
     }
 }
@@ -144,6 +133,7 @@ pub struct PromptBuilder {
     template: Arc<ChatTemplate>,
     stops: StopSet,
     settings: PromptSettings,
+    opening: Option<Opening>,
     media_store: Arc<MediaStore>,
 }
 
@@ -159,7 +149,13 @@ impl PromptBuilder {
         let stops = family.stops(dir, &tokenizer, &settings.stop_strings)?;
         family.check_settings(&settings.media)?;
         let media_store = Arc::clone(checkpoint.media_store());
-        Ok(Self { family, tokenizer, template, stops, settings, media_store })
+        Ok(Self { family, tokenizer, template, stops, settings, opening: None, media_store })
+    }
+
+    /// Sets what [`Self::add_opening`] adds to rows.
+    #[must_use]
+    pub fn with_opening(self, opening: Opening) -> Self {
+        Self { opening: Some(opening), ..self }
     }
 
     /// Returns a builder of prompts that describe these tools ([`RenderOptions::tools`]), and is otherwise the same.
@@ -194,14 +190,14 @@ impl PromptBuilder {
         &self.family
     }
 
-    /// Adds to a row what an environment shows before the model's first turn ([`PromptSettings::opening`]). It must be called once
+    /// Adds to a row what an environment shows before the model's first turn ([`Self::with_opening`]). It must be called once
     /// per row, before the prompt is built.
     ///
     /// # Errors
     /// Returns the error of the environment, and [`ModelError::SaysTooMuch`] if it adds more than [`MAX_SAID_BYTES`] or
     /// [`MAX_SAID_PARTS`]. The row is then unusable.
     pub fn add_opening(&self, sample: &mut Sample) -> std::result::Result<(), Cause> {
-        let Some(Opening(add)) = &self.settings.opening else { return Ok(()) };
+        let Some(Opening(add)) = &self.opening else { return Ok(()) };
         let (parts, bytes) = size_of(&sample.turns);
         add(sample)?;
         let (all_parts, all_bytes) = size_of(&sample.turns);

@@ -11,7 +11,7 @@ use crate::{Error, Rollout};
 /// Text logs of completions, one file per reward. The reward `accuracy` uses the given path; any other reward adds its name to
 /// the
 /// file name (`debug.txt`, `debug_format.txt`).
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct DebugLog {
     path: PathBuf,
 }

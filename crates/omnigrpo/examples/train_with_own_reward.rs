@@ -5,8 +5,8 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 
 use omnigrpo::{
-    Checkpoint, Dataset, DatasetSpec, LoadOptions, Model, PromptBuilder, PromptSettings, ReadOptions,
-    RewardSet, TrainPlan, demo, metric, reward, train,
+    Checkpoint, Dataset, DatasetSpec, Front, Inputs, LoadOptions, Model, PromptBuilder, PromptSettings,
+    ReadOptions, RewardSet, TrainPlan, demo, metric, reward, train,
 };
 
 fn main() -> anyhow::Result<()> {
@@ -28,11 +28,11 @@ fn main() -> anyhow::Result<()> {
     plan.algorithm.sampling.max_completion_length = 32;
     plan.optimizer.learning_rate = 1e-4;
     plan.run.max_steps = Some(3);
-    let plan = plan.on_step(|step| {
+    let front = Front::default().on_step(|step| {
         println!("step {}: reward {:.1}", step.step, step.metric(metric::REWARD).unwrap_or_default());
         ControlFlow::Continue(())
     });
-    let trained = train(model, prompts, rows, rewards, plan)?;
+    let trained = train(Inputs::new(model, prompts, rows, rewards), plan, front)?;
     println!("{} steps; the model is in {}", trained.summary.steps, dir.join("run").display());
     Ok(())
 }

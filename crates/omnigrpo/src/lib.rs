@@ -34,10 +34,10 @@
 //!
 //! [`train()`] starts a run as the program does: before the first step it checks all rows and rewards, forecasts the memory, and
 //! compares the inputs of a resumed run by content. A run writes the same files as the program: `metrics.jsonl`, all completions
-//! with their rewards in `rollouts/`, checkpoints, and at the end the model. [`TrainPlan::on_rollout`], [`TrainPlan::on_step`]
-//! and [`TrainPlan::on_evaluation`] call your functions with the same numbers. One that returns
+//! with their rewards in `rollouts/`, checkpoints, and at the end the model. [`Front::on_rollout`], [`Front::on_step`]
+//! and [`Front::on_evaluation`] call your functions with the same numbers. One that returns
 //! [`ControlFlow::Break`](std::ops::ControlFlow::Break) ends the run after its step, with a checkpoint to resume from.
-//! [`TrainPlan::on_progress`] tells what a step is doing. A plan and its functions are [`Send`], so a service can train on a thread
+//! [`Front::on_progress`] reports progress inside a step. A plan is data, and a front is [`Send`], so a service can train on a thread
 //! of its own.
 //!
 //! # A loss of your own
@@ -108,18 +108,18 @@ pub use omnigrpo_rewards::{
 pub use omnigrpo_rollout::{
     Answer, AnswerPart, Completion, Environment, Episode, EpisodeKey, FinishReason, GenerateOptions,
     Generated, Generator, Interaction, ModelTurn, Request, RolloutError, SamplingParams, TokenEvent,
-    answer_calls, append,
+    TurnLimits, answer_calls, append,
 };
+pub use omnigrpo_settings as settings;
 pub use omnigrpo_text::{RenderOptions, Tokenizer};
 pub use omnigrpo_train::{
-    AdamWConfig, Algorithm, CardPlan, EvalOptions, EvalPlan, EvalSchedule, EvalWhen, Evaluation,
+    AdamWConfig, Algorithm, Asked, CardPlan, EvalOptions, EvalPlan, EvalSchedule, EvalWhen, Evaluation,
     GeneratedBatch, Group, Objective, Observer, Peer, PreparedRow, RecordPlan, Refusal, ResumeFrom,
     ResumePlan, Rollouts, RowPlan, RunPlan, RunSummary, SavePlan, SaveWhen, ScheduleKind, SchedulePlan,
     Scored, Selection, SkipPolicy, SyncReference, TrainError, Trained, environment, environment_of, evaluate,
     generate, logprobs,
 };
-pub use omnigrpo_settings as settings;
-pub use training::{StepReport, TrainPlan, train};
+pub use training::{Front, Inputs, StepReport, TrainPlan, train};
 
 pub use omnigrpo_demo as demo;
 

@@ -9,32 +9,27 @@ use omnigrpo_data::Dataset;
 use omnigrpo_models::{Model, PromptBuilder, TensorDigests};
 use omnigrpo_observe::{Console, Metric, RunLock, StepProgress, Trackers};
 use omnigrpo_rewards::{Corpus, RewardSet};
-use omnigrpo_settings::binding::{binding, earlier, verb_of};
+use omnigrpo_rollout::Interaction;
+use omnigrpo_settings::binding::{binding, earlier, free, shaping, verb_of};
 use omnigrpo_settings::{Settings, Values};
 use omnigrpo_train::{
-    AdamWConfig, Algorithm, EvalOptions, EvalPlan, Evaluation, Observer, Output, Policy, Result, Rollouts,
-    Run, RunPlan, Selection, Trained,
+    AdamWConfig, Algorithm, Asked, EvalOptions, EvalPlan, Evaluation, Observer, Output, Policy, Result,
+    Rollouts, Run, RunPlan, Selection, Trained,
 };
 
 /// Settings of a training run and its directory. All but the directory have a default.
 ///
 /// ```
-/// use std::ops::ControlFlow;
-///
-/// use omnigrpo::{Algorithm, TrainPlan, metric, recipe};
+/// use omnigrpo::{Algorithm, TrainPlan, recipe};
 ///
 /// let mut plan = TrainPlan::in_dir("runs/first");
 /// plan.algorithm = Algorithm::of(recipe("dapo").ok_or("no such recipe")?);
 /// plan.algorithm.num_generations = 16;
 /// plan.run.max_steps = Some(200);
-/// // Looks on, and stops when there is nothing left to learn.
-/// let plan = plan.on_step(|step| match step.metric(metric::REWARD) {
-///     Some(reward) if reward > 0.99 => ControlFlow::Break(()),
-///     _ => ControlFlow::Continue(()),
-/// });
 /// assert_eq!(plan.algorithm.loss.beta, 0.04);
 /// # Ok::<(), &str>(())
 /// ```
+#[derive(Clone, Debug)]
 pub struct TrainPlan {
     /// Run directory, created if it is missing. A run in it is resumed if it has the same plan.
     pub output_dir: PathBuf,
@@ -46,24 +41,71 @@ pub struct TrainPlan {
     pub selection: Selection,
     /// Length, logging and checkpoints of the run.
     pub run: RunPlan,
-    /// Rows for evaluations, which run at the times set by `run.eval.when` and at the end.
-    pub held_out: Option<Dataset>,
-    /// Options of evaluations.
+    /// Options of evaluations, which run at the times set by `run.eval.when` and at the end.
     pub eval: EvalOptions,
-    /// Console of the run; silent by default, [`Console::stderr`] shows progress.
-    pub console: Console,
     /// False to trust the rows instead of reading all of them before the first update.
     pub check_rows: bool,
     /// Files that determine the scores of rewards, such as programs. A run resumes only if their content is the same.
     pub reward_files: Vec<PathBuf>,
+    /// Maximum memory of decoded media that are kept for later passes, bytes; `None` for a share of the free memory.
+    pub media_bytes: Option<u64>,
+}
+
+/// Model, rows and rewards of a run.
+pub struct Inputs {
+    /// Model to train.
+    pub model: Model,
+    /// Builder of its prompts.
+    pub prompts: PromptBuilder,
+    /// Rows to train on.
+    pub rows: Dataset,
+    /// Rewards that score the completions.
+    pub rewards: RewardSet,
+    /// Rows for evaluations.
+    pub held_out: Option<Dataset>,
+    /// Environment that answers completions; [`SamplingParams::turns`](omnigrpo_rollout::SamplingParams::turns) limits its answers.
+    pub interaction: Option<Interaction>,
     /// References for rewards that weigh words by their frequency ([`corpus`](omnigrpo_train::checks::corpus)). They are stored in the
     /// run directory.
     pub corpus: Option<Corpus>,
-    /// Maximum memory of decoded media that are kept for later passes, bytes; `None` for a share of the free memory.
-    pub media_bytes: Option<u64>,
+}
+
+impl Inputs {
+    /// Returns inputs without held-out rows.
+    #[must_use]
+    pub fn new(model: Model, prompts: PromptBuilder, rows: Dataset, rewards: RewardSet) -> Self {
+        Self { model, prompts, rows, rewards, held_out: None, interaction: None, corpus: None }
+    }
+}
+
+/// What a program hands in to observe and to stop a run.
+///
+/// ```
+/// use std::ops::ControlFlow;
+///
+/// use omnigrpo::{Front, metric};
+///
+/// // Looks on, and stops when there is nothing left to learn.
+/// let front = Front::default().on_step(|step| match step.metric(metric::REWARD) {
+///     Some(reward) if reward > 0.99 => ControlFlow::Break(()),
+///     _ => ControlFlow::Continue(()),
+/// });
+/// ```
+pub struct Front {
+    /// Console of the run; silent by default, [`Console::stderr`] shows progress.
+    pub console: Console,
     /// Flag that, once set, ends the run after the current step, with a checkpoint.
     pub stop: Arc<AtomicBool>,
+    /// What other threads ask of the run.
+    pub asked: Asked,
     hooks: Hooks,
+}
+
+impl Default for Front {
+    fn default() -> Self {
+        let console = Console::plain(std::io::sink());
+        Self { console, stop: Arc::default(), asked: Asked::default(), hooks: Hooks::default() }
+    }
 }
 
 /// A completed update.
@@ -122,18 +164,15 @@ impl TrainPlan {
             optimizer: AdamWConfig::default(),
             selection: Selection::default(),
             run: RunPlan::default(),
-            held_out: None,
             eval: EvalOptions::default(),
-            console: Console::plain(std::io::sink()),
             check_rows: true,
             reward_files: Vec::new(),
-            corpus: None,
             media_bytes: None,
-            stop: Arc::default(),
-            hooks: Hooks::default(),
         }
     }
+}
 
+impl Front {
     /// Registers a function to be called after every update. `Break` ends the run after that update, with a checkpoint to resume
     /// from.
     #[must_use]
@@ -174,7 +213,7 @@ impl TrainPlan {
 ///
 /// ```
 /// use omnigrpo::{
-///     Checkpoint, LoadOptions, Model, PromptBuilder, PromptSettings, RewardSet, RowReader, TrainPlan, demo, reward, train,
+///     Checkpoint, Front, Inputs, LoadOptions, Model, PromptBuilder, PromptSettings, RewardSet, RowReader, TrainPlan, demo, reward, train,
 /// };
 /// use serde_json::json;
 ///
@@ -188,12 +227,14 @@ impl TrainPlan {
 /// let rows = RowReader::new("sums").dataset(sums)?;
 /// let brief = reward("brief", (f64::NEG_INFINITY, 0.0), |row| -(row.completion.len() as f64));
 ///
+/// let rewards = RewardSet::new(vec![brief], &[])?;
+///
 /// let mut plan = TrainPlan::in_dir(directory.join("run"));
 /// plan.algorithm.num_generations = 2;
 /// plan.algorithm.sampling.max_completion_length = 4;
 /// plan.run.max_steps = Some(1);
 /// plan.run.rows.text_only = true;
-/// let trained = train(model, prompts, rows, RewardSet::new(vec![brief], &[])?, plan)?;
+/// let trained = train(Inputs::new(model, prompts, rows, rewards), plan, Front::default())?;
 /// assert_eq!(trained.summary.steps, 1);
 /// assert!(trained.model.params().iter().any(|weight| weight.trainable()));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -202,14 +243,10 @@ impl TrainPlan {
 /// # Errors
 /// Returns [`TrainError::Refused`](omnigrpo_train::TrainError::Refused) if a check fails, and another error if settings cannot work,
 /// rows or rewards fail later, the loss is not finite, or the disk is full. The newest checkpoint stays usable.
-pub fn train(
-    model: Model,
-    prompts: PromptBuilder,
-    dataset: Dataset,
-    rewards: RewardSet,
-    plan: TrainPlan,
-) -> Result<Trained> {
-    let (prompts, dataset) = (Arc::new(prompts), Arc::new(dataset));
+pub fn train(inputs: Inputs, plan: TrainPlan, front: Front) -> Result<Trained> {
+    let Inputs { model, prompts, rows, rewards, held_out, interaction, corpus } = inputs;
+    let Front { console, stop, asked, mut hooks } = front;
+    let (prompts, dataset) = (Arc::new(prompts), Arc::new(rows));
     let lock = RunLock::acquire(&plan.output_dir, &format!("process {}", std::process::id()))?;
     let mut run = plan.run;
     let (names, verb) = (rewards.names().into_iter().map(str::to_owned).collect(), verb_of(run.objective));
@@ -222,10 +259,13 @@ pub fn train(
         (names, rewards.weights()),
     );
     run.resume.fingerprint.extend(binding(&Values::of(&settings), &settings, verb, 1));
-    run.resume.before = earlier(verb);
-    let eval = plan
-        .held_out
-        .map(|rows| EvalPlan { options: plan.eval, ..EvalPlan::new(Arc::clone(&prompts), Arc::new(rows)) });
+    (run.resume.before, run.resume.free) = (earlier(verb), free(verb));
+    run.card.settings = shaping(&Values::of(&settings), &settings, verb);
+    let eval = held_out.map(|rows| EvalPlan {
+        options: plan.eval,
+        interaction: interaction.clone(),
+        ..EvalPlan::new(Arc::clone(&prompts), Arc::new(rows))
+    });
     let run = Run {
         reference_device: model.device(),
         model: Policy::Loaded(Box::new(model)),
@@ -235,7 +275,8 @@ pub fn train(
         dataset,
         eval,
         rewards,
-        corpus: plan.corpus,
+        interaction,
+        corpus,
         reward_bytes: 0,
         reward_files: plan.reward_files,
         reward_weights: TensorDigests::new(),
@@ -249,16 +290,16 @@ pub fn train(
         gpu_memory: None,
         output_dir: Some(lock.root().to_owned()),
     };
-    let mut hooks = plan.hooks;
     let mut progress = std::mem::take(&mut hooks.progress);
     if !progress.is_empty() {
         let tell = move |now: &StepProgress| progress.iter_mut().for_each(|hook| hook(now));
-        plan.console.activity().listen(tell);
+        console.activity().listen(tell);
     }
-    let prepared = run.prepare(&plan.console)?;
-    let trackers = Trackers::none(&plan.console);
-    let output = Output { lock, observer: Box::new(hooks), trackers: Box::new(move || trackers) };
-    prepared.train(output, &plan.console, &plan.stop)
+    let prepared = run.prepare(&console)?;
+    let trackers = Trackers::none(&console);
+    let trackers = Box::new(move || trackers);
+    let output = Output { lock, observer: Box::new(hooks), trackers, asked, curves: None };
+    prepared.train(output, &console, &stop)
 }
 
 #[cfg(test)]
@@ -307,7 +348,7 @@ mod tests {
             let (told, counted) = (Arc::clone(&steps), Arc::clone(&completions));
             let phases = Arc::new(Mutex::new(std::collections::BTreeSet::new()));
             let heard = Arc::clone(&phases);
-            let plan = plan
+            let front = Front::default()
                 .on_progress(move |now| {
                     assert!(now.done <= now.of && now.num_steps == max_steps, "{now:?}");
                     heard.lock().unwrap().insert((now.step, now.phase));
@@ -320,7 +361,7 @@ mod tests {
                 .on_rollout(move |rollouts| {
                     *counted.lock().unwrap() += rollouts.completions().count();
                 });
-            let summary = train(model, prompts, rows, rewards, plan).unwrap().summary;
+            let summary = train(Inputs::new(model, prompts, rows, rewards), plan, front).unwrap().summary;
             let phases = phases.lock().unwrap();
             assert!(
                 [(1, "rollout"), (2, "backward")].iter().all(|phase| phases.contains(phase)),
@@ -344,6 +385,7 @@ mod tests {
         fn is_send<T: Send>() {}
         fn is_sync<T: Sync>() {}
         is_send::<TrainPlan>();
+        is_send::<Front>();
         is_send::<Run>();
         is_send::<Trained>();
         is_send::<LoadOptions<'static>>();
@@ -365,8 +407,8 @@ mod tests {
             let rewards = omnigrpo_rewards::build_with(names, &Default::default(), vec![brief]).unwrap();
             let mut plan = TrainPlan::in_dir(place.path().join("run"));
             plan.run.rows.text_only = text_only;
-            let plan = plan.on_step(|_| panic!("a step was taken"));
-            match train(model, prompts, rows, rewards, plan) {
+            let front = Front::default().on_step(|_| panic!("a step was taken"));
+            match train(Inputs::new(model, prompts, rows, rewards), plan, front) {
                 Err(TrainError::Refused(refusal)) => refusal,
                 Err(error) => panic!("{error}"),
                 Ok(_) => panic!("the run was not refused"),

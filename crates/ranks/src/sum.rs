@@ -9,7 +9,7 @@
 pub const ABSENT: f32 = -0.0;
 
 /// Order in which the gradients of all ranks are summed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub enum GradientSum {
     /// A fixed order, that of [`fold`]. The bits depend only on the number of summands.
     #[default]

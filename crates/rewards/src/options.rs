@@ -118,7 +118,7 @@ impl AccuracyMode {
 }
 
 /// Choice among several `<answer>` tags.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub enum AnswerPolicy {
     /// The last well-formed tag.
     #[default]

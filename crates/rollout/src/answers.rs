@@ -12,6 +12,7 @@ use omnigrpo_models::{ModelError, Prompt, PromptBuilder};
 use omnigrpo_text::{Part, PerKind, Role, ToolCall, Turn};
 
 use crate::environment::{Answer, AnswerPart, Episode, EpisodeKey, Interaction, ModelTurn};
+use crate::sample::TurnLimits;
 
 /// Largest number of answers computed at the same time.
 const THREADS: usize = 8;
@@ -87,13 +88,18 @@ impl<'a> Queue<'a> {
 pub(crate) struct Shared<'a> {
     queue: Queue<'a>,
     interaction: &'a Interaction,
+    limits: &'a TurnLimits,
     prompts: &'a PromptBuilder,
 }
 
 impl<'a> Shared<'a> {
-    pub(crate) fn new(interaction: &'a Interaction, prompts: &'a PromptBuilder) -> Self {
+    pub(crate) fn new(
+        interaction: &'a Interaction,
+        limits: &'a TurnLimits,
+        prompts: &'a PromptBuilder,
+    ) -> Self {
         let questions = Mutex::new((VecDeque::new(), false));
-        Self { queue: Queue { questions, changed: Condvar::new() }, interaction, prompts }
+        Self { queue: Queue { questions, changed: Condvar::new() }, interaction, limits, prompts }
     }
 }
 
@@ -174,14 +180,14 @@ impl<'s, 'a> Answers<'s, 'a> {
 
 /// Asks the environment and builds its turn.
 fn answer(shared: &Shared, question: Question) -> Result<(Box<dyn Episode>, Reaction), Cause> {
-    let Shared { interaction, prompts, .. } = shared;
+    let Shared { interaction, limits, prompts, .. } = shared;
     let Question { key, row, episode, text, ids, calls, number, tokens_left, .. } = question;
     let mut episode = match episode {
         Some(episode) => episode,
         None => interaction.environment.begin(row, key)?,
     };
-    let tokens_left = interaction.max_answer_tokens.map_or(tokens_left, |most| most.min(tokens_left));
-    let media_left = interaction.max_answer_media;
+    let tokens_left = limits.max_answer_tokens.map_or(tokens_left, |most| most.min(tokens_left));
+    let media_left = limits.max_answer_media;
     let turn = ModelTurn { text: &text, ids: &ids, calls: &calls, number, tokens_left, media_left };
     let react = |answer| -> Result<Reaction, Cause> {
         let (role, parts, failed) = match answer {

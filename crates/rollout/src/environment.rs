@@ -6,7 +6,6 @@
 //!
 //! The model's turn is not tokenised again, and no token that was read before is read again.
 
-use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,7 +22,7 @@ use serde_json::{Value, json};
 ///
 /// use omnigrpo_data::{Cause, Sample};
 /// use omnigrpo_rollout::{
-///     Answer, AnswerPart, Environment, Episode, EpisodeKey, Interaction, ModelTurn, SamplingParams, answer_calls,
+///     Answer, AnswerPart, Environment, Episode, EpisodeKey, Interaction, ModelTurn, SamplingParams, TurnLimits, answer_calls,
 /// };
 /// use serde_json::{Value, json};
 ///
@@ -62,8 +61,9 @@ use serde_json::{Value, json};
 /// let Answer::Say { parts, failed: 0, .. } = Sum.answer(&turn)? else { panic!() };
 /// assert_eq!(parts, [AnswerPart::Text("5".to_owned())]);
 /// // A generator asks the environment during sampling. The tools go into the prompt by `RenderOptions::tools`.
-/// let sampling = SamplingParams { interaction: Some(Interaction::new(Arc::new(Sum))), ..SamplingParams::default() };
-/// # assert!(sampling.validate().is_ok());
+/// let sampling = SamplingParams { turns: Some(TurnLimits::default()), ..SamplingParams::default() };
+/// let interaction = Interaction::new(Arc::new(Sum));
+/// # assert!(sampling.validate().is_ok() && interaction.environment.name() == "sum");
 /// # Ok::<(), Cause>(())
 /// ```
 pub trait Environment: Send + Sync {
@@ -225,27 +225,20 @@ pub fn answer_calls(
     Answer::Say { role: Role::Tool, parts, failed }
 }
 
-/// An environment with the limits of its answers.
+/// An environment that answers the completions of a run.
 #[derive(Clone)]
 pub struct Interaction {
     /// Environment that answers.
     pub environment: Arc<dyn Environment>,
-    /// Maximum number of answers per completion. The completion ends with the model's turn after the last one.
-    pub max_turns: usize,
-    /// Maximum number of tokens of an answer; `None` leaves only the maximum length of the completion, which includes answers.
-    pub max_answer_tokens: Option<usize>,
-    /// Maximum number of media in an answer.
-    pub max_answer_media: usize,
     /// Time that decoding has waited for answers while no completion could go on, in nanoseconds.
     waited: Arc<AtomicU64>,
 }
 
 impl Interaction {
-    /// Allows eight answers per completion with at most four media each.
+    /// Uses an environment. [`SamplingParams::turns`](crate::SamplingParams::turns) limits its answers.
     #[must_use]
     pub fn new(environment: Arc<dyn Environment>) -> Self {
-        let waited = Arc::default();
-        Self { environment, max_turns: 8, max_answer_tokens: None, max_answer_media: 4, waited }
+        Self { environment, waited: Arc::default() }
     }
 
     pub(crate) fn add_wait(&self, time: Duration) {
@@ -255,24 +248,5 @@ impl Interaction {
     /// Returns the time that decoding has waited for answers since the last call, and sets it to 0.
     pub fn take_wait(&self) -> Duration {
         Duration::from_nanos(self.waited.swap(0, Ordering::Relaxed))
-    }
-}
-
-impl PartialEq for Interaction {
-    fn eq(&self, other: &Self) -> bool {
-        let limits = |of: &Self| (of.max_turns, of.max_answer_tokens, of.max_answer_media);
-        Arc::ptr_eq(&self.environment, &other.environment) && limits(self) == limits(other)
-    }
-}
-
-impl fmt::Debug for Interaction {
-    /// Formats the name and the limits.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Interaction")
-            .field("environment", &self.environment.name())
-            .field("max_turns", &self.max_turns)
-            .field("max_answer_tokens", &self.max_answer_tokens)
-            .field("max_answer_media", &self.max_answer_media)
-            .finish()
     }
 }

@@ -16,7 +16,7 @@ use crate::answers::{Answers, Question, Reaction, Reply, Said, Shared};
 use crate::environment::{Episode, EpisodeKey, Interaction};
 use crate::error::{Result, RolloutError};
 use crate::rules::{Rules, prefill};
-use crate::sample::{SampleKey, SamplingParams};
+use crate::sample::{SampleKey, SamplingParams, TurnLimits};
 
 /// A prompt to complete.
 #[derive(Clone, Copy, Debug)]
@@ -246,8 +246,10 @@ pub struct Generator<'a> {
     pub params: &'a SamplingParams,
     /// Maximum number of completions in flight, although a group is never split. Affects only memory use.
     pub max_live: usize,
-    /// Builder of the turns of an environment; required if the parameters name one.
+    /// Builder of the turns of an environment; required if the parameters allow turns.
     pub prompts: Option<&'a PromptBuilder>,
+    /// Environment that answers completions; required if the parameters allow turns.
+    pub interaction: Option<&'a Interaction>,
 }
 
 struct Live<'a> {
@@ -279,6 +281,7 @@ struct Sequence {
 #[derive(Clone, Copy)]
 struct Asked<'a> {
     interaction: &'a Interaction,
+    limits: &'a TurnLimits,
     turn_stop: u32,
 }
 
@@ -300,7 +303,14 @@ impl<'a> Generator<'a> {
             params,
             max_live: MAX_LIVE,
             prompts: Some(prompts),
+            interaction: None,
         }
+    }
+
+    /// Sets the environment that answers completions.
+    #[must_use]
+    pub fn with_interaction(self, interaction: Option<&'a Interaction>) -> Self {
+        Self { interaction, ..self }
     }
 
     /// Limits the number of completions in flight.
@@ -324,16 +334,18 @@ impl<'a> Generator<'a> {
         let mut ignore = |_: TokenEvent| {};
         let on_token = options.on_token.unwrap_or(&mut ignore);
         let memory = options.memory.filter(|_| self.model.can_recall());
-        let Some(interaction) = &self.params.interaction else {
+        let Some(limits) = &self.params.turns else {
             return self.generate_asking(next, on_token, memory, None, None);
         };
-        let prompts = self.prompts.ok_or_else(|| RolloutError::Parameter {
-            name: "Generator::prompts",
-            got: "none".to_owned(),
-            expected: "a builder of the environment's turns",
-        })?;
-        let asked = Asked { interaction, turn_stop: prompts.turn_stop()? };
-        let shared = Shared::new(interaction, prompts);
+        let missing = |name, expected| RolloutError::Parameter { name, got: "none".to_owned(), expected };
+        let prompts = self.prompts;
+        let prompts =
+            prompts.ok_or_else(|| missing("Generator::prompts", "a builder of the environment's turns"))?;
+        let interaction = self.interaction;
+        let interaction = interaction
+            .ok_or_else(|| missing("Generator::interaction", "an environment that answers turns"))?;
+        let asked = Asked { interaction, limits, turn_stop: prompts.turn_stop()? };
+        let shared = Shared::new(interaction, limits, prompts);
         std::thread::scope(|scope| {
             let mut answers = (Answers::new(&shared), scope);
             self.generate_asking(next, on_token, memory, Some(asked), Some(&mut answers))
@@ -517,7 +529,7 @@ impl<'a> Generator<'a> {
         let allowed = rules.may_stop(done);
         sequence.next_position += 1;
         let ends_turn = |asked: &Asked| {
-            !hit && allowed && drawn.id == asked.turn_stop && done.turns.len() < asked.interaction.max_turns
+            !hit && allowed && drawn.id == asked.turn_stop && done.turns.len() < asked.limits.max_turns
         };
         if let Some(Asked { interaction, .. }) = asked.filter(ends_turn) {
             let calls = tool_calls(&self.text_of(&done.ids[done.last_turn()])?);

@@ -3,8 +3,8 @@
 use omnigrpo_ops::Sampler;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
+use serde::Serialize;
 
-use crate::environment::Interaction;
 use crate::error::{Result, RolloutError};
 
 /// Sampling parameters.
@@ -19,7 +19,7 @@ use crate::error::{Result, RolloutError};
 /// assert_eq!(SamplingParams::greedy().scoring_temperature(), 1.0);
 /// # Ok::<(), omnigrpo_rollout::RolloutError>(())
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SamplingParams {
     /// Divisor of the logits; 0 takes the most probable token.
     pub temperature: f32,
@@ -39,8 +39,26 @@ pub struct SamplingParams {
     pub logprob_temperature: Option<f32>,
     /// Seed of all random numbers.
     pub seed: u64,
-    /// Environment that answers turns of a completion.
-    pub interaction: Option<Interaction>,
+    /// Limits of the answers of an environment; `None` samples completions of one turn.
+    pub turns: Option<TurnLimits>,
+}
+
+/// Limits of the answers of an environment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct TurnLimits {
+    /// Maximum number of answers per completion. The completion ends with the model's turn after the last one.
+    pub max_turns: usize,
+    /// Maximum number of tokens of an answer; `None` leaves only the maximum length of the completion, which includes answers.
+    pub max_answer_tokens: Option<usize>,
+    /// Maximum number of media in an answer.
+    pub max_answer_media: usize,
+}
+
+impl Default for TurnLimits {
+    /// Allows eight answers per completion with at most four media each.
+    fn default() -> Self {
+        Self { max_turns: 8, max_answer_tokens: None, max_answer_media: 4 }
+    }
 }
 
 impl Default for SamplingParams {
@@ -55,7 +73,7 @@ impl Default for SamplingParams {
             min_completion_length: 0,
             logprob_temperature: None,
             seed: 0,
-            interaction: None,
+            turns: None,
         }
     }
 }

@@ -77,6 +77,7 @@ impl Setup {
             params,
             max_live,
             prompts: None,
+            interaction: None,
         };
         completions(generator.generate(requests, GenerateOptions::default()).unwrap())
     }
@@ -247,8 +248,15 @@ fn a_rollout_can_be_differentiated() {
         let prompt_rows: usize = rows.iter().map(|row| row.prompt.ids.len()).sum();
         let (params, tokenizer) = (sampled(16), &setup.tokenizer);
         // Some rows wait for others, and completions end at different times.
-        let generator =
-            Generator { model, tokenizer, stops: &stops, params: &params, max_live: 6, prompts: None };
+        let generator = Generator {
+            model,
+            tokenizer,
+            stops: &stops,
+            params: &params,
+            max_live: 6,
+            prompts: None,
+            interaction: None,
+        };
         for (outputs_only, room) in [(false, prompt_rows + 9 * 15), (true, 4096), (false, prompt_rows + 20)] {
             let mut memory = DecoderMemory::new(room, outputs_only);
             let options = GenerateOptions { memory: Some(&mut memory), on_token: None };
@@ -479,8 +487,15 @@ fn a_gpu_out_of_memory_reports_it() {
         40
     ];
     let Setup { model, tokenizer } = &setup;
-    let generator =
-        Generator { model, tokenizer, stops: &stops, params: &params, max_live: 320, prompts: None };
+    let generator = Generator {
+        model,
+        tokenizer,
+        stops: &stops,
+        params: &params,
+        max_live: 320,
+        prompts: None,
+        interaction: None,
+    };
     let error = generator.generate(requests, GenerateOptions::default()).unwrap_err().to_string();
     assert!(error.contains("out of GPU memory") && error.contains("of 900000 free"), "{error}");
     assert!(error.contains("max_stream_tokens") && !error.contains("not finite"), "{error}");
@@ -585,6 +600,7 @@ fn samples_of_a_group_differ_and_keys_decide() {
             params: &params,
             max_live: 64,
             prompts: None,
+            interaction: None,
         };
         generator.generate([request], GenerateOptions::default()).unwrap().remove(0).completions
     };
@@ -713,6 +729,7 @@ fn control_tokens_are_not_text() {
         params: &params,
         max_live: 4,
         prompts: None,
+        interaction: None,
     };
     let ids = [setup.tokenizer.encode_text("two boxes").unwrap(), vec![298]].concat();
     assert_eq!(generator.text_of(&ids).unwrap(), "two boxes");
@@ -767,6 +784,7 @@ fn events_report_every_token_in_order() {
         params: &params,
         max_live: 2,
         prompts: None,
+        interaction: None,
     };
     let mut seen: BTreeMap<(usize, usize), Vec<(u32, bool)>> = BTreeMap::new();
     let mut on_token = |TokenEvent { request, sample, id, last }| {
@@ -807,6 +825,7 @@ fn diverged_weights_are_named_not_sampled() {
         params: &params,
         max_live: 2,
         prompts: None,
+        interaction: None,
     };
     let message = generator.generate([request], GenerateOptions::default()).unwrap_err().to_string();
     assert!(message.starts_with("token 0 of sample 0 of row 4"), "{message}");

@@ -16,7 +16,7 @@ use omnigrpo_models::{
 use omnigrpo_ops::{Device, Memory};
 use omnigrpo_rollout::{
     Answer, AnswerPart, Completion, Environment, Episode, EpisodeKey, FinishReason, GenerateOptions,
-    Generated, Generator, Interaction, ModelTurn, Request, SamplingParams, TokenEvent,
+    Generated, Generator, Interaction, ModelTurn, Request, SamplingParams, TokenEvent, TurnLimits,
 };
 use omnigrpo_testkit::{assert_close, checkpoint, golden, max_diff, take_gradients, train_all};
 use omnigrpo_text::{MediumKind, Role, Turn};
@@ -158,7 +158,7 @@ impl Setup {
 
     fn generate(
         &self,
-        params: &SamplingParams,
+        params: &Asking,
         max_live: usize,
         memory: Option<&mut DecoderMemory>,
     ) -> omnigrpo_rollout::Result<Vec<Generated>> {
@@ -167,7 +167,7 @@ impl Setup {
 
     fn generate_told(
         &self,
-        params: &SamplingParams,
+        params: &Asking,
         max_live: usize,
         memory: Option<&mut DecoderMemory>,
         mut on_token: impl FnMut(TokenEvent),
@@ -186,7 +186,10 @@ impl Setup {
             })
             .collect();
         let options = GenerateOptions { on_token: Some(&mut on_token), memory };
-        Generator::new(&self.model, &self.prompts, params).with_max_live(max_live).generate(requests, options)
+        Generator::new(&self.model, &self.prompts, &params.sampling)
+            .with_max_live(max_live)
+            .with_interaction(Some(&params.interaction))
+            .generate(requests, options)
     }
 
     /// Packs all completions, with the features of all media.
@@ -216,18 +219,23 @@ impl Setup {
 const SAMPLES: usize = 24;
 const MOST: usize = 160;
 
-fn params(delays: [u64; 2], fails: Option<&'static str>) -> SamplingParams {
-    let mut interaction = Interaction::new(Arc::new(Pictures { delays, fails }));
-    interaction.max_turns = ANSWERS;
-    SamplingParams {
+/// Sampling parameters, and the environment that answers.
+struct Asking {
+    sampling: SamplingParams,
+    interaction: Interaction,
+}
+
+fn params(delays: [u64; 2], fails: Option<&'static str>) -> Asking {
+    let sampling = SamplingParams {
         max_completion_length: MOST,
         // Random models rarely end a turn; nearly uniform draws do. The numbers are those of temperature 1.
         temperature: 8.0,
         logprob_temperature: Some(1.0),
         seed: 7,
-        interaction: Some(interaction),
+        turns: Some(TurnLimits { max_turns: ANSWERS, ..TurnLimits::default() }),
         ..SamplingParams::default()
-    }
+    };
+    Asking { sampling, interaction: Interaction::new(Arc::new(Pictures { delays, fails })) }
 }
 
 fn num_turns(generated: &[Generated]) -> usize {
@@ -348,8 +356,8 @@ fn answers_may_arrive_in_any_order() {
 fn other_completions_decode_while_one_waits() {
     let setup = Setup::new("qwen2_5_vl_untied", Device::Cpu);
     let decoded = Arc::new(Decoded::default());
-    let interaction = Some(Interaction::new(Arc::new(Patient(Arc::clone(&decoded)))));
-    let params = SamplingParams { interaction, ..params([0, 0], None) };
+    let interaction = Interaction::new(Arc::new(Patient(Arc::clone(&decoded))));
+    let params = Asking { interaction, ..params([0, 0], None) };
     let count = |_| _ = decoded.tokens.fetch_add(1, Ordering::Relaxed);
     setup.generate_told(&params, 64, None, count).unwrap();
     assert!(decoded.waited.load(Ordering::Relaxed), "no turn ended");
@@ -358,9 +366,9 @@ fn other_completions_decode_while_one_waits() {
 #[test]
 fn answers_beyond_a_limit_end_the_completion() {
     let setup = Setup::new("qwen2_vl_untied", Device::Cpu);
-    let limited = |limit: &dyn Fn(&mut Interaction)| {
+    let limited = |limit: &dyn Fn(&mut TurnLimits)| {
         let mut params = params([0, 0], None);
-        limit(params.interaction.as_mut().unwrap());
+        limit(params.sampling.turns.as_mut().unwrap());
         setup.generate(&params, 64, None).unwrap()
     };
     let open = limited(&|_| {});
@@ -419,7 +427,8 @@ fn a_picture_that_cannot_be_read_is_an_error_of_the_model() {
     // The environment outlives this test.
     let claims: &'static str = claims.to_str().unwrap().to_owned().leak();
     for path in ["/nonexistent/picture.png", claims] {
-        let params = SamplingParams { max_completion_length: 360, ..params([0, 0], Some(path)) };
+        let mut params = params([0, 0], Some(path));
+        params.sampling.max_completion_length = 360;
         let generated = setup.generate(&params, 64, None).unwrap();
         let turns: Vec<_> = generated.iter().flat_map(|of| &of.completions).flat_map(|c| &c.turns).collect();
         assert!(turns.len() >= 3, "{path}: {}", turns.len());

@@ -244,7 +244,7 @@ impl ChatRequest {
             min_completion_length: self.min_tokens.unwrap_or(defaults.min_completion_length),
             logprob_temperature: Some(1.0),
             seed: self.seed.map_or(random_seed, |seed| seed as u64),
-            interaction: None,
+            turns: None,
             max_completion_length: defaults.max_completion_length,
         })
     }

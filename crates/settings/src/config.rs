@@ -29,7 +29,7 @@ pub fn read(path: &Path) -> Layer {
 ///
 /// # Errors
 /// Returns an error if the file cannot be read or is larger, and for a pipe, a device or a directory.
-pub(crate) fn text(path: &Path, max_bytes: u64) -> Result<String, Problem> {
+pub fn text(path: &Path, max_bytes: u64) -> Result<String, Problem> {
     inside::read_named(path, max_bytes).map_err(|error| {
         let problem = match error.kind() {
             ErrorKind::FileTooLarge => Problem::usage("the file of settings is too large")

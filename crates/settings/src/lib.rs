@@ -50,8 +50,8 @@ pub use resolve::resolve;
 pub use rules::is_reward;
 pub use rules::needs;
 pub use run::{
-    Backend, Batch, Bench, CallerEnvironment, CallerRewards, DeviceChoice, Io, Keep, Log, ModelSource, Push,
-    REGISTRY, Rewards, Rows, Settings, is_on_hub,
+    Backend, Batch, Bench, DeviceChoice, Io, Keep, Log, ModelSource, Push, REGISTRY, Rewards, Rows, Settings,
+    is_on_hub, of_caller,
 };
 pub use schema::schema;
 pub use values::{Given, Origin, Resolved, Value, Values};

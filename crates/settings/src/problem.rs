@@ -60,7 +60,7 @@ impl Problem {
     }
 
     /// Combines one or more problems into one.
-    pub(crate) fn joined(mut problems: Vec<Self>) -> Self {
+    pub fn joined(mut problems: Vec<Self>) -> Self {
         if problems.len() == 1 {
             return problems.remove(0);
         }
@@ -113,7 +113,7 @@ impl Problem {
     }
 
     /// Adds the place where the source of a setting gave it, if that is a line or a variable.
-    pub(crate) fn given_at(self, origin: &Origin) -> Self {
+    pub fn given_at(self, origin: &Origin) -> Self {
         match origin {
             Origin::Default | Origin::Recipe(_) | Origin::Flag | Origin::Caller => self,
             Origin::Environment(name) => self.at(format!("environment variable {name}")),
@@ -146,18 +146,18 @@ impl Problem {
     }
 
     /// Returns the problems that this one combines, or the problem itself.
-    pub(crate) fn each(&self) -> impl Iterator<Item = &Self> {
+    pub fn each(&self) -> impl Iterator<Item = &Self> {
         let single = self.0.each.is_empty().then_some(self);
         single.into_iter().chain(&self.0.each)
     }
 
     /// Returns the place.
-    pub(crate) fn place(&self) -> Option<&str> {
+    pub fn place(&self) -> Option<&str> {
         self.0.place.as_deref()
     }
 
     /// Returns the problem without its place, in one line.
-    pub(crate) fn in_one_line(&self) -> String {
+    pub fn in_one_line(&self) -> String {
         let Parts { what, got, expected, help, .. } = &*self.0;
         let part = |name: &str, text: &Option<String>| text.as_ref().map(|text| format!("{name}{text}"));
         let parts = [Some(what.clone()), part("got ", got), part("expected ", expected), part("", help)];

@@ -6,28 +6,23 @@
 //! The structs do not derive `PartialEq`: the derived code would read every field, and the compiler could no longer report a
 //! setting that no verb uses.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use omnigrpo_data::{ReadOptions, Roots};
 use omnigrpo_fetch::is_repo_name;
 use omnigrpo_grpo::{RECIPES, Recipe};
-use omnigrpo_guard::told;
-use omnigrpo_models::{LoraConfig, Opening, PromptSettings, WeightDtype};
+use omnigrpo_models::{LoraConfig, PromptSettings, WeightDtype};
 use omnigrpo_ranks::PATIENCE;
-use omnigrpo_rewards::{AccuracyMode, ExternalOptions, Reward, RewardOptions};
-use omnigrpo_rollout::Interaction;
+use omnigrpo_rewards::{AccuracyMode, RewardOptions};
+use omnigrpo_rollout::TurnLimits;
 use omnigrpo_scorers::ScorerOptions;
-use omnigrpo_train::{AdamWConfig, Algorithm, EvalOptions, EvalWhen, Peer, RunPlan, Selection};
-
+use omnigrpo_train::{AdamWConfig, Algorithm, EvalOptions, EvalWhen, RunPlan, Selection};
+use serde::{Serialize, Serializer};
 use serde_json::{Map, Value as Json};
 
 use crate::environment::{DEBUG_LOG, Environment};
 use crate::flags;
-use crate::names::{
-    AllowUrls, BatchUnit, Bf16Products, HubStrategy, QuantizedActivations, Tracker,
-};
+use crate::names::{AllowUrls, BatchUnit, Bf16Products, HubStrategy, QuantizedActivations, Tracker};
 use crate::problem::Problem;
 use crate::values::{Values, take};
 
@@ -275,44 +270,11 @@ pub struct Rewards {
     pub judge_prompt: Option<PathBuf>,
     /// True if correct answers that depend on the order of frames earn more.
     pub temporal_order_bonus: bool,
-    /// Rewards `caller:NAME`, which are functions of the program that runs the command in its process.
-    pub caller: CallerRewards,
-    /// Digest of the code of each function of that program.
-    pub caller_digests: BTreeMap<String, String>,
 }
 
-/// Returns the reward for a name.
-type MakeReward = dyn Fn(&str) -> Option<Box<dyn Reward>> + Send + Sync;
-
-/// Rewards of the program that runs a command in its process.
-#[derive(Clone, Default)]
-pub struct CallerRewards(pub Option<Arc<MakeReward>>);
-
-impl CallerRewards {
-    /// Returns the name in a spec `caller:NAME`.
-    pub fn named(spec: &str) -> Option<&str> {
-        spec.strip_prefix("caller:")
-    }
-
-    /// Creates the reward for a name.
-    ///
-    /// # Errors
-    /// Returns an error if the program has no such reward, as when its run is started again from the command line.
-    pub fn make(&self, name: &str) -> Result<Box<dyn Reward>, Problem> {
-        self.0.as_ref().and_then(|make| make(name)).ok_or_else(|| {
-            Problem::usage("the reward is a function of the program that started the run")
-                .at("--reward_funcs")
-                .got(format!("`caller:{name}`"))
-                .expected("a reward by name, a program, `FILE.py:FUNCTION` or an address")
-                .help("start the run from that program, or write the function to a file")
-        })
-    }
-}
-
-impl std::fmt::Debug for CallerRewards {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("CallerRewards")
-    }
+/// Returns the name in the spec `caller:NAME` of a reward or an environment that the program has which runs the command in its process.
+pub fn of_caller(spec: &str) -> Option<&str> {
+    spec.strip_prefix("caller:")
 }
 
 /// Destinations of metrics besides the run directory.
@@ -382,21 +344,20 @@ pub struct Turns {
     pub max_turns: usize,
     pub max_tool_tokens: Option<usize>,
     pub max_tool_images: usize,
-    /// Environment `caller:NAME`, which is in the program that runs the command in its process.
-    pub caller: CallerEnvironment,
 }
 
-/// Environment of the program that runs a command in its process.
-#[derive(Clone, Default)]
-pub struct CallerEnvironment(pub Option<Arc<dyn Peer>>);
-
-impl std::fmt::Debug for CallerEnvironment {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("CallerEnvironment")
+impl Turns {
+    /// Returns the limits of the environment's answers; `None` without an environment.
+    pub fn limits(&self) -> Option<TurnLimits> {
+        self.environment.as_ref().map(|_| TurnLimits {
+            max_turns: self.max_turns,
+            max_answer_tokens: self.max_tool_tokens,
+            max_answer_media: self.max_tool_images,
+        })
     }
 }
 
-/// Every setting of one run.
+/// Every setting of one run. Settings are equal if all values in the table are, and are serialised as these, by name.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Input and output of the verb.
@@ -445,6 +406,18 @@ pub struct Settings {
     pub ranks: Processes,
     /// Environment variables.
     pub env: Environment,
+}
+
+impl PartialEq for Settings {
+    fn eq(&self, other: &Self) -> bool {
+        Values::of(self) == Values::of(other)
+    }
+}
+
+impl Serialize for Settings {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_map(Values::of(self).plain().map(|(flag, value)| (flag.name, value)))
+    }
 }
 
 impl Default for Settings {
@@ -515,63 +488,11 @@ impl Settings {
         {
             settings.run.eval.when = EvalWhen::Epoch;
         }
+        settings.algorithm.sampling.turns = settings.turns.limits();
+        // An environment may ask the question.
+        settings.read.empty_questions |= settings.turns.environment.is_some();
         settings.name_directories()?;
         Ok(settings)
-    }
-
-    /// Returns the settings for other values. They keep what the program that runs the command in its process has handed in.
-    ///
-    /// # Errors
-    /// Returns an error as [`Self::from_values`] does.
-    pub fn with_values(&self, values: &Values) -> Result<Self, Problem> {
-        let mut out = Self::from_values(values, self.env.clone())?;
-        out.rewards.caller = self.rewards.caller.clone();
-        out.rewards.caller_digests = self.rewards.caller_digests.clone();
-        out.run.save.asked = Arc::clone(&self.run.save.asked);
-        out.run.eval.asked = Arc::clone(&self.run.eval.asked);
-        out.run.resume.repeat_complete = self.run.resume.repeat_complete;
-        out.turns.caller = self.turns.caller.clone();
-        Ok(out)
-    }
-
-    /// Starts the environment, if there is one, and gives it to sampling and its tools to prompts.
-    ///
-    /// # Errors
-    /// Returns an error if the environment is unknown or does not answer.
-    pub fn interact(&mut self) -> Result<(), Problem> {
-        let Some(name) = &self.turns.environment else { return Ok(()) };
-        // Answers of evaluation and generation are kept with the user's other caches.
-        let folder =
-            self.io.output_dir.as_ref().map_or_else(|| self.env.turn_cache(), |dir| dir.join("media"));
-        let folder = std::path::absolute(&folder).unwrap_or(folder);
-        let (system, media) = (self.prompts.render.system.clone(), &self.prompts.media);
-        let problem = |what: String| Problem::usage(what).at("--environment");
-        let environment = match CallerRewards::named(name) {
-            Some(_) => {
-                let peer = self.turns.caller.0.clone().ok_or_else(|| {
-                    problem("the environment is in the program that started the run".to_owned())
-                        .got(format!("`{name}`"))
-                        .expected("an environment by name, a program, `FILE.py:NAME` or an address")
-                        .help("start the run from that program, or write the environment to a file")
-                })?;
-                omnigrpo_train::environment_of(peer, folder, media, system).map_err(|cause| told(&*cause))
-            }
-            None => {
-                let options = ExternalOptions { system, ..self.rewards.options.external.clone() };
-                omnigrpo_train::environment(name, folder, media, &options)
-            }
-        };
-        let environment = environment.map_err(problem)?;
-        let opening = Arc::clone(&environment);
-        self.prompts.opening = Some(Opening(Arc::new(move |row| opening.open(row))));
-        self.read.empty_questions = true;
-        self.prompts.render.tools = environment.tools();
-        let mut interaction = Interaction::new(environment);
-        interaction.max_turns = self.turns.max_turns;
-        interaction.max_answer_tokens = self.turns.max_tool_tokens;
-        interaction.max_answer_media = self.turns.max_tool_images;
-        self.algorithm.sampling.interaction = Some(interaction);
-        Ok(())
     }
 
     /// Converts the batch of a step to prompts and stores it in the plans.

@@ -248,7 +248,7 @@ impl Given {
 }
 
 /// Value and source of every setting of the table. A setting without an entry is unset.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Values {
     values: BTreeMap<&'static str, (Value, Origin)>,
 }
@@ -321,7 +321,7 @@ impl Values {
 
     /// Returns the values on which the result of a verb depends: all except those that may change between runs.
     pub fn binding(&self, verb: Verb) -> impl Iterator<Item = (&'static Flag, Json)> {
-        self.plain().filter(move |(flag, _)| !flag.free.contains(&verb))
+        self.plain().filter(move |(flag, _)| flag.binds(verb))
     }
 
     /// Returns the values that all processes of a run must have in common.

@@ -147,7 +147,7 @@ pub struct Span {
 }
 
 /// Options for rendering a prompt.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
 pub struct RenderOptions {
     /// System prompt. It replaces the first system turn, or becomes a new first turn. Without it and without a system turn, the
     /// template's own default applies.

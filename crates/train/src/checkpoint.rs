@@ -43,6 +43,9 @@ const UNFINISHED: [&str; 3] = ["tmp-checkpoint-", "tmp-old-checkpoint-", "tmp-fi
 /// State of a run, except for weights and moments.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TrainerState {
+    /// Version of the program that wrote the checkpoint; empty up to 0.2.0.
+    #[serde(default)]
+    pub version: String,
     /// Number of optimizer updates done.
     pub global_step: u64,
     /// Number of rollouts done.

@@ -8,7 +8,9 @@ use std::sync::Arc;
 use omnigrpo_data::{Dataset, Sample};
 use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_rewards::{EvalRow, Measures, RewardMatrix, RewardSet, Summary, answer, references, summarize};
-use omnigrpo_rollout::{Completion, FinishReason, GenerateOptions, Generator, MAX_LIVE, SamplingParams};
+use omnigrpo_rollout::{
+    Completion, FinishReason, GenerateOptions, Generator, Interaction, MAX_LIVE, SamplingParams,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
@@ -28,6 +30,8 @@ pub struct EvalPlan {
     pub dataset: Arc<Dataset>,
     /// Row numbers to evaluate.
     pub rows: Vec<u64>,
+    /// Environment that answers completions.
+    pub interaction: Option<Interaction>,
     /// Sampling settings and measures.
     pub options: EvalOptions,
 }
@@ -37,12 +41,12 @@ impl EvalPlan {
     #[must_use]
     pub fn new(prompts: Arc<PromptBuilder>, dataset: Arc<Dataset>) -> Self {
         let rows = (0..dataset.len()).collect();
-        Self { prompts, dataset, rows, options: EvalOptions::default() }
+        Self { prompts, dataset, rows, interaction: None, options: EvalOptions::default() }
     }
 }
 
 /// Settings for sampling completions in an evaluation, and the quantities to measure.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct EvalOptions {
     /// Completions per row.
     pub num_generations: usize,
@@ -270,7 +274,9 @@ fn complete(model: &Model, rewards: &RewardSet, plan: &EvalPlan, batch: &[u64]) 
     let skip = |(row, Unusable { id, reason })| SkippedRow { row, id, reason, replaced_by: None };
     let skipped = unusable.into_iter().map(skip).collect();
     let requests = requests(&rows, &features, options.num_generations, EVAL_ROLLOUT);
-    let generator = Generator::new(model, prompts, &options.sampling).with_max_live(options.max_live);
+    let generator = Generator::new(model, prompts, &options.sampling)
+        .with_max_live(options.max_live)
+        .with_interaction(plan.interaction.as_ref());
     let generated = generator.generate(requests, GenerateOptions::default())?;
     let completions = generated.into_iter().map(|of| of.completions).collect();
     Ok(Completed { rows, completions, skipped })
@@ -323,7 +329,7 @@ fn conclude(
     let share = |n: usize| (completions > 0).then(|| n as f64 / completions as f64);
     metrics.push(("eval_completions/mean_length".into(), share(tokens)));
     metrics.push(("eval_completions/clipped_ratio".into(), share(truncated)));
-    if options.sampling.interaction.is_some() {
+    if options.sampling.turns.is_some() {
         metrics.push(("eval_tools/call_frequency".into(), share(calls[0])));
         let failed = calls[1] as f64 / calls[0].max(1) as f64;
         metrics.push(("eval_tools/failure_frequency".into(), Some(failed)));

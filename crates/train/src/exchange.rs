@@ -29,7 +29,7 @@ use crate::lender::is_lent;
 use crate::split::Split;
 
 /// State of a run that is cut into a part for each rank.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 pub enum Shard {
     /// Nothing.
     #[default]

@@ -3,7 +3,7 @@
 use omnigrpo_data::Dataset;
 use omnigrpo_guard::told;
 use omnigrpo_models::{AddedTurn, GroupStream, Model, PackedStream, Prompt, PromptBuilder};
-use omnigrpo_rollout::{Completion, GenerateOptions, Generator, TokenEvent};
+use omnigrpo_rollout::{Completion, GenerateOptions, Generator, Interaction, TokenEvent};
 
 use crate::error::{Result, TrainError};
 use crate::evaluate::EvalOptions;
@@ -169,7 +169,7 @@ pub struct GeneratedBatch<'a> {
 /// let sampling = SamplingParams { max_completion_length: 4, ..SamplingParams::greedy() };
 /// let options = EvalOptions { sampling, num_generations: 2, ..EvalOptions::default() };
 /// let mut said = Vec::new();
-/// generate(&model, &prompts, (&dataset, &[0, 1]), &options, &mut |_| {}, &mut |batch| {
+/// generate(&model, &prompts, (&dataset, &[0, 1]), (&options, None), &mut |_| {}, &mut |batch| {
 ///     said.extend(batch.completions.iter().flatten().map(|completion| completion.text.clone()));
 ///     Ok(())
 /// })?;
@@ -183,11 +183,13 @@ pub fn generate(
     model: &Model,
     prompts: &PromptBuilder,
     (dataset, rows): (&Dataset, &[u64]),
-    options: &EvalOptions,
+    (options, interaction): (&EvalOptions, Option<&Interaction>),
     token: &mut dyn FnMut(TokenEvent),
     each: &mut dyn FnMut(GeneratedBatch<'_>) -> Result<()>,
 ) -> Result<()> {
-    let generator = Generator::new(model, prompts, &options.sampling).with_max_live(options.max_live);
+    let generator = Generator::new(model, prompts, &options.sampling)
+        .with_max_live(options.max_live)
+        .with_interaction(interaction);
     for batch in rows.chunks(options.batch_rows.max(1)) {
         let Ready { rows, features, unusable } = prepare_all(model, prompts, dataset, None, batch)?;
         let requests = requests(&rows, &features, options.num_generations, 0);

@@ -65,14 +65,14 @@ pub use memory::{Memory, MemoryOf, MemoryPlan, Phase, ReferenceKept, Work, media
 pub use omnigrpo_rollout::MAX_LIVE;
 pub use optimizer::{AdamW, AdamWConfig, Moments, Offload, Update};
 pub use plan::{
-    CardPlan, EvalSchedule, EvalWhen, Objective, Observer, RecordPlan, ResumeFrom, ResumePlan, RowPlan,
-    RunPlan, RunSummary, SavePlan, SaveWhen, SchedulePlan, SyncReference, TrainSetup,
+    Asked, CardPlan, Curves, EvalSchedule, EvalWhen, Objective, Observer, RecordPlan, ResumeFrom, ResumePlan,
+    RowPlan, RunPlan, RunSummary, SavePlan, SaveWhen, SchedulePlan, SyncReference, TrainSetup,
 };
 pub use policy::{ModelPlan, Policy, weights_fit};
 pub use prepare::{Forecast, Limit, Need, Output, Prepared, Run, Trained, Variant, fits};
 pub use records::environment_turns;
 pub use replay::replay;
-pub use resume::MICRO_BATCHES;
+pub use resume::{MICRO_BATCHES, PROMPTS};
 pub use rollouts::{Group, Rollouts, Scored};
 pub use rows::{
     Making, PreparedRow, RowSource, SkipPolicy, SkippedRow, Unusable, media_paths, prepare, requests,

@@ -80,11 +80,8 @@ impl Longest {
     #[must_use]
     pub fn answered(self, prompts: &PromptBuilder, sampling: &SamplingParams) -> Self {
         let tokens = sampling.max_completion_length.saturating_sub(2);
-        let limits = sampling.interaction.as_ref().map(|interaction| {
-            [
-                interaction.max_answer_media,
-                interaction.max_answer_tokens.map_or(tokens, |most| most.min(tokens)),
-            ]
+        let limits = sampling.turns.map(|limits| {
+            [limits.max_answer_media, limits.max_answer_tokens.map_or(tokens, |most| most.min(tokens))]
         });
         self.with_answers(prompts, limits)
     }

@@ -96,7 +96,7 @@ impl MemoryPlan<'_> {
         let (sampling, answer) = (&self.algorithm.sampling, self.answer.as_ref()?);
         // A sampled token stands before each answer, and one after the last.
         let fit = sampling.max_completion_length.saturating_sub(1) / (answer.ids.len() + 1);
-        Some((answer, sampling.interaction.as_ref()?.max_turns.min(fit))).filter(|(_, turns)| *turns > 0)
+        Some((answer, sampling.turns?.max_turns.min(fit))).filter(|(_, turns)| *turns > 0)
     }
 }
 

@@ -8,17 +8,15 @@
 use std::path::Path;
 
 use omnigrpo_data::Dataset;
-use omnigrpo_grpo::Surrogate;
 use omnigrpo_guard::inside;
 use omnigrpo_models::{Model, Origin};
 use omnigrpo_observe::write_atomic;
 use omnigrpo_ops::Device;
-use serde_json::{Value, json};
+use serde_json::{Map, Value};
 
 use crate::error::Result;
 use crate::evaluate::Evaluation;
-use crate::optimizer::AdamWConfig;
-use crate::plan::{Objective, RunPlan};
+use crate::plan::{Curves, Objective, RunPlan};
 use crate::step::Algorithm;
 
 /// File name of the card's picture.
@@ -27,10 +25,10 @@ const PICTURE: &str = "metrics.svg";
 /// Contents of a card.
 pub(crate) struct Facts<'a> {
     pub(crate) run: &'a RunPlan,
+    pub(crate) curves: Option<Curves>,
     pub(crate) model: &'a Model,
     pub(crate) dataset: &'a Dataset,
     pub(crate) algorithm: &'a Algorithm,
-    pub(crate) optimizer: &'a AdamWConfig,
     pub(crate) rewards: Vec<&'a str>,
     pub(crate) num_steps: u64,
     pub(crate) before: Option<&'a Evaluation>,
@@ -39,7 +37,7 @@ pub(crate) struct Facts<'a> {
 
 /// Writes the card and its picture into a run directory.
 pub(crate) fn write(dir: &Path, facts: Facts) -> Result<()> {
-    let picture = facts.run.card.curves.and_then(|draw| draw(dir));
+    let picture = facts.curves.and_then(|draw| draw(dir));
     if let Some(svg) = &picture {
         write_atomic(&dir.join(PICTURE), |out| out.write_all(svg.as_bytes()))?;
     }
@@ -71,7 +69,7 @@ struct Card {
     command: Option<String>,
     /// Name and number of rows of each dataset.
     datasets: Vec<(String, u64)>,
-    settings: Vec<(&'static str, Value)>,
+    settings: Map<String, Value>,
     /// Name of each metric with its values before and after training.
     metrics: Vec<(String, Option<f64>, Option<f64>)>,
     picture: bool,
@@ -130,7 +128,7 @@ impl Card {
             trained: trained(dir, model.device()),
             command: run.card.command.clone(),
             datasets,
-            settings: settings(facts),
+            settings: run.card.settings.clone(),
             metrics: names
                 .map(|name| (name.clone(), metric(facts.before, name), metric(facts.after, name)))
                 .filter(|(_, _, after)| after.is_some())
@@ -179,7 +177,9 @@ impl Card {
                 text.push_str(&format!("| {name} |{before} {} |\n", number(after)));
             }
         }
-        text.push_str("\n## Settings\n\n| setting | value |\n|---|---|\n");
+        if !self.settings.is_empty() {
+            text.push_str("\n## Settings\n\n| setting | value |\n|---|---|\n");
+        }
         for (name, value) in &self.settings {
             text.push_str(&format!(
                 "| {name} | `{}` |\n",
@@ -215,62 +215,6 @@ impl Card {
         list("tags", tags.collect());
         fields.iter().map(|field| format!("{field}\n")).collect()
     }
-}
-
-/// Returns the names and values of the settings that determine the result.
-fn settings(facts: &Facts) -> Vec<(&'static str, Value)> {
-    let Facts { run, model, algorithm, optimizer, .. } = facts;
-    let mut all = vec![
-        ("learning_rate", json!(optimizer.learning_rate)),
-        ("lr_scheduler_type", json!(run.schedule.kind)),
-        ("warmup_ratio", json!(run.schedule.warmup_ratio)),
-        ("warmup_steps", json!(run.schedule.warmup_steps)),
-        ("weight_decay", json!(optimizer.weight_decay)),
-        ("max_grad_norm", json!(optimizer.max_grad_norm)),
-        ("prompts per step", json!(run.prompts_per_step)),
-    ];
-    if run.objective == Objective::Reinforce {
-        let sampling = &algorithm.sampling;
-        all.extend([
-            ("num_generations", json!(algorithm.num_generations)),
-            ("num_iterations", json!(run.num_iterations)),
-            ("max_completion_length", json!(sampling.max_completion_length)),
-            ("temperature", json!(sampling.temperature.to_string())),
-            ("top_p", json!(sampling.top_p.to_string())),
-            ("top_k", json!(sampling.top_k)),
-            ("advantage", json!(algorithm.advantage)),
-            ("importance_sampling_level", json!(algorithm.loss.ratio)),
-            ("loss_agg", json!(algorithm.loss.aggregation)),
-            ("beta", json!(algorithm.loss.beta)),
-            ("kl", json!(algorithm.loss.kl)),
-            ("entropy_coef", json!(algorithm.loss.entropy_coef)),
-        ]);
-        all.extend(match algorithm.loss.surrogate {
-            Surrogate::Clip { low, high, delta } => {
-                let delta = delta.map(|delta| ("delta", json!(delta)));
-                [("epsilon", json!(low)), ("epsilon_high", json!(high))].into_iter().chain(delta).collect()
-            }
-            Surrogate::Cispo { cap } => vec![("epsilon_high", json!(cap))],
-            Surrogate::Sapo { pos, neg } => {
-                vec![("sapo_temperature_pos", json!(pos)), ("sapo_temperature_neg", json!(neg))]
-            }
-            Surrogate::Ratio | Surrogate::LogProb | Surrogate::Custom(_) => Vec::new(),
-        });
-    }
-    if let Some(lora) = model.lora() {
-        all.extend([
-            ("lora_r", json!(lora.rank)),
-            ("lora_alpha", json!(lora.alpha)),
-            ("lora_dropout", json!(lora.dropout)),
-            ("lora_target_modules", json!(lora.targets.join(", "))),
-        ]);
-    }
-    all.extend([("seed", json!(algorithm.seed)), ("data_seed", json!(run.rows.seed))]);
-    // Warm-up settings that are off are left out.
-    all.retain(|(name, value)| {
-        !matches!(*name, "warmup_ratio" | "warmup_steps") || value.as_f64() != Some(0.0)
-    });
-    all
 }
 
 /// Describes the machine and the total time of all steps in the records of the run directory.

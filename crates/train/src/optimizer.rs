@@ -27,7 +27,7 @@ use crate::selection::decayed_names;
 use crate::split::Split;
 
 /// Place of the moments and masters.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub enum Offload {
     /// The device of the model.
     #[default]
@@ -39,7 +39,7 @@ pub enum Offload {
 }
 
 /// Settings of the optimizer.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct AdamWConfig {
     /// Base learning rate.
     pub learning_rate: f64,

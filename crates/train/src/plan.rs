@@ -11,6 +11,8 @@ use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_observe::{DebugLog, Metric, Report, RunLock, Trackers, Warning};
 use omnigrpo_ops::Device;
 use omnigrpo_rewards::RewardSet;
+use omnigrpo_rollout::Interaction;
+use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::error::Result;
@@ -24,7 +26,7 @@ use crate::selection::Selection;
 use crate::step::Algorithm;
 
 /// Condition for writing checkpoints.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum SaveWhen {
     /// No checkpoints, only the model at the end.
     Never,
@@ -37,7 +39,7 @@ pub enum SaveWhen {
 }
 
 /// Condition for evaluating the model, in addition to the end.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum EvalWhen {
     /// Never.
     Never,
@@ -48,7 +50,7 @@ pub enum EvalWhen {
 }
 
 /// Starting point of a run.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub enum ResumeFrom {
     /// Start without a checkpoint.
     Start,
@@ -62,7 +64,7 @@ pub enum ResumeFrom {
 }
 
 /// Objective of an update.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum Objective {
     /// GRPO: sample and score completions, then reinforce them.
     Reinforce,
@@ -71,7 +73,7 @@ pub enum Objective {
 }
 
 /// Settings of a reference that follows the policy.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct SyncReference {
     /// Updates between two syncs.
     pub every: u64,
@@ -87,7 +89,7 @@ impl Default for SyncReference {
 }
 
 /// Shape of the learning-rate schedule.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct SchedulePlan {
     /// Shape after the warm-up.
     pub kind: ScheduleKind,
@@ -98,7 +100,7 @@ pub struct SchedulePlan {
 }
 
 /// Order and treatment of the rows of a run.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RowPlan {
     /// Seed for the order of the rows.
     pub seed: u64,
@@ -123,7 +125,7 @@ impl Default for RowPlan {
 }
 
 /// Checkpoints of a run.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SavePlan {
     /// Condition for writing checkpoints.
     pub when: SaveWhen,
@@ -133,20 +135,18 @@ pub struct SavePlan {
     pub every: Option<Duration>,
     /// True to leave the optimizer out of checkpoints, except for the one written on an interruption.
     pub only_model: bool,
-    /// Flag that another thread sets to get a checkpoint after the step under way. The run clears it.
-    pub asked: Arc<AtomicBool>,
 }
 
 impl Default for SavePlan {
     /// Returns a plan with a checkpoint every hundred updates, of which all are kept.
     fn default() -> Self {
         let when = SaveWhen::Steps(100);
-        Self { when, limit: None, every: None, only_model: false, asked: Arc::default() }
+        Self { when, limit: None, every: None, only_model: false }
     }
 }
 
 /// Starting point of a run, and what must match there.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct ResumePlan {
     /// Starting point of the run.
     pub from: ResumeFrom,
@@ -159,10 +159,12 @@ pub struct ResumePlan {
     pub fingerprint: Map<String, Value>,
     /// Values of settings in checkpoints that do not name them: what an earlier version did that lacked the setting.
     pub before: Map<String, Value>,
+    /// Names of settings that never bind a checkpoint, although it may name them.
+    pub free: Vec<&'static str>,
 }
 
 /// Times of evaluations, and use of their results.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct EvalSchedule {
     /// Condition for evaluations.
     pub when: EvalWhen,
@@ -170,24 +172,17 @@ pub struct EvalSchedule {
     pub on_start: bool,
     /// Metric of `SaveWhen::Best`; higher is better.
     pub best_metric: String,
-    /// Flag that asks for an evaluation after the present step.
-    pub asked: Arc<AtomicBool>,
 }
 
 impl Default for EvalSchedule {
     /// Returns a schedule without evaluations.
     fn default() -> Self {
-        Self {
-            when: EvalWhen::Never,
-            on_start: false,
-            best_metric: "eval_reward".into(),
-            asked: Arc::default(),
-        }
+        Self { when: EvalWhen::Never, on_start: false, best_metric: "eval_reward".into() }
     }
 }
 
 /// Lines of the console and files in the run directory, besides checkpoints.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RecordPlan {
     /// Updates per console line; the line shows means over them.
     pub logging_steps: u64,
@@ -218,18 +213,18 @@ impl Default for RecordPlan {
 }
 
 /// Content of the model card that the run does not know itself.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct CardPlan {
     /// Name of the run.
     pub run_name: Option<String>,
     /// Command line, without paths of this machine.
     pub command: Option<String>,
-    /// Function that draws the metrics of a run directory as SVG. It returns `None` if there is nothing to draw.
-    pub curves: Option<fn(&Path) -> Option<String>>,
+    /// Names and values of the settings that determine the result.
+    pub settings: Map<String, Value>,
 }
 
 /// Length of a run, and its plans by subject.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RunPlan {
     /// Objective of an update.
     pub objective: Objective,
@@ -269,25 +264,6 @@ impl RunPlan {
     /// that follows the policy cannot, because its weights change.
     pub fn lends_reference(&self, device: Device) -> bool {
         device == Device::Cpu && self.sync_reference.is_none()
-    }
-
-    /// Returns the settings that must not change when a run resumes: those on which an update depends. The length of the run, its
-    /// records and its checkpoints may change.
-    pub fn binding(&self) -> Map<String, Value> {
-        let all: [(&str, &dyn std::fmt::Debug); 11] = [
-            ("objective", &self.objective),
-            ("prompts_per_step", &self.prompts_per_step),
-            ("num_iterations", &self.num_iterations),
-            ("steps_per_generation", &self.steps_per_generation),
-            ("sync_reference", &self.sync_reference),
-            ("lessons", &self.rows.lessons),
-            ("schedule", &self.schedule.kind),
-            ("warmup_ratio", &self.schedule.warmup_ratio),
-            ("warmup_steps", &self.schedule.warmup_steps),
-            ("replay", &self.rows.replay),
-            ("data_seed", &self.rows.seed),
-        ];
-        all.into_iter().map(|(name, value)| (name.to_owned(), format!("{value:?}").into())).collect()
     }
 
     /// Returns the number of updates of the run for `usable` rows.
@@ -338,6 +314,18 @@ impl Default for RunPlan {
         }
     }
 }
+
+/// What another thread asks of a run, by flags that the run clears.
+#[derive(Clone, Debug, Default)]
+pub struct Asked {
+    /// A checkpoint after the step under way.
+    pub save: Arc<AtomicBool>,
+    /// An evaluation after the step under way.
+    pub evaluate: Arc<AtomicBool>,
+}
+
+/// Function that draws the metrics of a run directory as SVG. It returns `None` if there is nothing to draw.
+pub type Curves = fn(&Path) -> Option<String>;
 
 /// Callbacks of a training run, called inside its process. The default implementations do nothing.
 pub trait Observer: Send {
@@ -424,6 +412,8 @@ pub struct TrainSetup {
     pub eval: Option<EvalPlan>,
     /// Rewards that score the completions.
     pub rewards: RewardSet,
+    /// Environment that answers completions.
+    pub interaction: Option<Interaction>,
     /// Settings of the algorithm.
     pub algorithm: Algorithm,
     /// Settings of the optimizer.
@@ -440,6 +430,10 @@ pub struct TrainSetup {
     pub observer: Box<dyn Observer>,
     /// Function that starts the trackers. It is called after files of an earlier run have been moved away.
     pub trackers: Box<dyn FnOnce() -> Trackers + Send>,
+    /// What other threads ask for.
+    pub asked: Asked,
+    /// Function that draws the picture of the model card; `None` for a card without one.
+    pub curves: Option<Curves>,
 }
 
 /// Summary of a run.

@@ -5,7 +5,6 @@
 //! A run that cannot work is refused in seconds, and not after hours.
 
 use std::collections::HashSet;
-use std::fmt::Debug;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -15,7 +14,8 @@ use omnigrpo_models::{Model, PromptBuilder, TensorDigests};
 use omnigrpo_observe::{Console, RunLock, Trackers};
 use omnigrpo_ops::{Card, Device, Param, Rates};
 use omnigrpo_rewards::{Corpus, RewardSet, answer_reward};
-use serde_json::{Map, Value};
+use omnigrpo_rollout::Interaction;
+use serde_json::{Map, Value, json};
 
 use crate::alike;
 use crate::checks::{self, LONGEST};
@@ -29,7 +29,7 @@ use crate::length::Length;
 use crate::longest::{Longest, PREPARED, TYPICAL};
 use crate::memory::{Memory, MemoryOf, MemoryPlan, ReferenceKept, memory};
 use crate::optimizer::AdamWConfig;
-use crate::plan::{Objective, Observer, RunPlan, RunSummary, TrainSetup};
+use crate::plan::{Asked, Curves, Objective, Observer, RunPlan, RunSummary, TrainSetup};
 use crate::policy::{ModelPlan, Policy};
 use crate::resume;
 use crate::room;
@@ -59,6 +59,8 @@ pub struct Run {
     pub eval: Option<EvalPlan>,
     /// Rewards that score the completions.
     pub rewards: RewardSet,
+    /// Environment that answers completions.
+    pub interaction: Option<Interaction>,
     /// References of the rows on which rewards were built. They are stored in the run directory for later evaluations.
     pub corpus: Option<Corpus>,
     /// Memory of reward models, bytes.
@@ -190,6 +192,10 @@ pub struct Output {
     pub observer: Box<dyn Observer>,
     /// Function that starts the trackers. It is called after files of an earlier run have been moved away.
     pub trackers: Box<dyn FnOnce() -> Trackers + Send>,
+    /// What other threads ask for.
+    pub asked: Asked,
+    /// Function that draws the picture of the model card; `None` for a card without one.
+    pub curves: Option<Curves>,
 }
 
 /// A trained model and the summary of its run.
@@ -289,7 +295,7 @@ impl Run {
         // An environment may show media that no row has.
         if !self.plan.rows.text_only
             && !self.prompts.family().reads_text_only()
-            && self.algorithm.sampling.interaction.is_none()
+            && self.interaction.is_none()
             && self.dataset.is_text_only()
         {
             return Err(checks::text_only(&self.dataset, TRAINING).into());
@@ -676,7 +682,7 @@ impl Prepared {
     /// Returns what must be the same on all ranks, by name, with digests of the contents.
     fn described(&self) -> Result<Map<String, Value>> {
         let Run { plan, algorithm: Algorithm { split, .. }, .. } = &self.run;
-        let mut own = plan.binding();
+        let mut own = Map::new();
         let bad: Vec<u64> = self.bad_rows.iter().map(|(row, ..)| *row).collect();
         own.insert("training rows".into(), self.run.rows.len().into());
         own.insert("rows that cannot be used".into(), bad.into());
@@ -685,17 +691,26 @@ impl Prepared {
             own.insert("content of the evaluation rows".into(), eval.dataset.fingerprint()?.into());
             own.insert("media of the evaluation rows".into(), eval.dataset.media_digest().into());
         }
-        let plan: [(&str, &dyn Debug); 8] = [
-            ("max_steps", &plan.max_steps),
-            ("num_train_epochs", &plan.num_epochs),
-            ("gradient_leaves", &split.leaves),
-            ("gradient_sum", &split.sum),
-            ("shard", &split.shard),
-            ("shard_min_elements", &split.least_cut),
-            ("reduce_bucket_size", &split.bucket),
-            ("save_strategy", &plan.save.when),
+        let plan = [
+            ("objective", json!(plan.objective)),
+            ("prompts_per_step", json!(plan.prompts_per_step)),
+            ("num_iterations", json!(plan.num_iterations)),
+            ("steps_per_generation", json!(plan.steps_per_generation)),
+            ("sync_reference", json!(plan.sync_reference)),
+            ("lessons", json!(plan.rows.lessons)),
+            ("schedule", json!(plan.schedule)),
+            ("replay", json!(plan.rows.replay)),
+            ("data_seed", json!(plan.rows.seed)),
+            ("max_steps", json!(plan.max_steps)),
+            ("num_train_epochs", json!(plan.num_epochs)),
+            ("gradient_leaves", json!(split.leaves)),
+            ("gradient_sum", json!(split.sum)),
+            ("shard", json!(split.shard)),
+            ("shard_min_elements", json!(split.least_cut)),
+            ("reduce_bucket_size", json!(split.bucket)),
+            ("save_strategy", json!(plan.save.when)),
         ];
-        own.extend(plan.map(|(name, value)| (name.to_owned(), format!("{value:?}").into())));
+        own.extend(plan.map(|(name, value)| (name.to_owned(), value)));
         own.extend(self.inputs.clone());
         let of_rewards = self.run.reward_weights.iter();
         own.extend(
@@ -734,7 +749,7 @@ impl Prepared {
         let mut plan = run.plan;
         plan.rows.bad = bad_rows;
         plan.records.files.extend(run.corpus.map(|corpus| (Corpus::FILE, corpus.kept())));
-        let Output { lock, observer, trackers } = output;
+        let Output { lock, observer, trackers, asked, curves } = output;
         let setup = TrainSetup {
             model,
             prompts: run.prompts,
@@ -743,6 +758,7 @@ impl Prepared {
             rows: run.rows,
             eval: run.eval,
             rewards: run.rewards,
+            interaction: run.interaction,
             algorithm: run.algorithm,
             optimizer: run.optimizer,
             selection: run.selection,
@@ -751,6 +767,8 @@ impl Prepared {
             lock,
             observer,
             trackers,
+            asked,
+            curves,
         };
         train(setup, console, stop)
     }

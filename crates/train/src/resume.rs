@@ -11,6 +11,7 @@ use omnigrpo_guard::{inside, told};
 use omnigrpo_models::{COMPANIONS, Model};
 use omnigrpo_observe::{Console, Existing, names, step_files};
 use omnigrpo_rewards::Corpus;
+use serde_json::{Map, Value};
 
 use crate::alike::{self, Difference};
 use crate::checkpoint::{self, TrainerState};
@@ -19,7 +20,7 @@ use crate::error::{
 };
 use crate::inputs::JOINED;
 use crate::optimizer::AdamW;
-use crate::plan::{ResumeFrom, RunPlan};
+use crate::plan::{ResumeFrom, ResumePlan, RunPlan};
 use crate::rounding::{self, Rounding};
 use crate::split::Split;
 
@@ -30,6 +31,9 @@ const AT_THE_END: [&str; 5] =
     ["README.md", "metrics.svg", "config.json", "adapter_config.json", "additional_chat_templates"];
 /// Files that a run writes at its start: its settings and the data of its rewards.
 const AT_THE_START: [&str; 2] = ["config.yaml", Corpus::FILE];
+
+/// Name of the number of prompts of a step.
+pub const PROMPTS: &str = "prompts_per_step";
 
 /// Name of the size of micro-batches, on which some losses depend.
 pub const MICRO_BATCHES: &str = "prompts_per_micro_batch";
@@ -155,14 +159,8 @@ impl Search<'_> {
                 Ok(state) => match (differing(self.run, &state), &failed) {
                     (None, _) => self.load(path, state),
                     (Some(_), Some(_)) => continue,
-                    (Some(differing), None) if newly_joined(self.run, &state).is_some() => {
-                        return Err(written_otherwise(self.run, &path, &state, &differing));
-                    }
                     (Some(differing), None) => {
-                        why = format!(
-                            "its settings differ ({differing}; {ALLOW_CHANGED} resumes with the new ones)"
-                        );
-                        return Ok(Start::Anew { why });
+                        return Err(written_otherwise(self.run, &path, &state, &differing));
                     }
                 },
                 Err(error) => Err(error),
@@ -345,10 +343,7 @@ pub(crate) fn expected(run: &RunPlan, dir: &Path, total_steps: u64) -> Result<Op
         };
         return match differing(run, &state) {
             None => Ok(Some((path, state.global_step))),
-            Some(differing) if named || newly_joined(run, &state).is_some() => {
-                Err(written_otherwise(run, &path, &state, &differing))
-            }
-            Some(_) => Ok(None),
+            Some(differing) => Err(written_otherwise(run, &path, &state, &differing)),
         };
     }
     Ok(None)
@@ -385,8 +380,12 @@ fn written_otherwise(run: &RunPlan, path: &Path, state: &TrainerState, differing
 
 /// Returns the name and a description of each setting that differs from the checkpoint's.
 fn differences(run: &RunPlan, state: &TrainerState) -> Vec<(String, String)> {
-    let (mut old, new) = (state.fingerprint.clone(), &run.resume.fingerprint);
-    for (name, value) in run.resume.before.iter().filter(|(name, _)| new.contains_key(*name)) {
+    let ResumePlan { fingerprint: new, before, free, .. } = &run.resume;
+    let mut old = in_prompts(state.fingerprint.clone());
+    // Earlier versions also stored settings that bind nothing, and may have had some that are gone.
+    let is_idle = |name: &str, value: &Value| free.contains(&name) || before.get(name) == Some(value);
+    old.retain(|name, value| new.contains_key(name) || !is_idle(name, value));
+    for (name, value) in before.iter().filter(|(name, _)| new.contains_key(*name)) {
         old.entry(name).or_insert_with(|| value.clone());
     }
     // Older checkpoints do not name it, and mostly had the same.
@@ -402,6 +401,20 @@ fn differences(run: &RunPlan, state: &TrainerState) -> Vec<(String, String)> {
         (name, text)
     })
     .collect()
+}
+
+/// Returns the settings of a checkpoint with its batch counted in prompts, as checkpoints store it now. Version 0.2.0 stored its parts.
+fn in_prompts(mut old: Map<String, Value>) -> Map<String, Value> {
+    let number = |name: &str| old.get(name).and_then(Value::as_u64);
+    let parts = number("per_device_train_batch_size").zip(number("gradient_accumulation_steps"));
+    if let (Some((each, batches)), None) = (parts, old.get(PROMPTS)) {
+        let group = match old.get("batch_unit").and_then(Value::as_str) {
+            Some("completions") => number("num_generations").unwrap_or(1).max(1),
+            _ => 1,
+        };
+        old.insert(PROMPTS.into(), (each * batches / group).into());
+    }
+    old
 }
 
 /// Returns all differences that prevent a resume in one text; `None` without such differences.

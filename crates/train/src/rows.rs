@@ -22,7 +22,7 @@ use crate::scoring;
 use crate::split::Split;
 
 /// Treatment of unusable rows.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SkipPolicy {
     /// True to stop at the first unusable row.
     pub strict: bool,

@@ -15,6 +15,7 @@ use omnigrpo_guard::{Fault, told};
 use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_observe::{Console, Metric, PhaseTimer, RunLock};
 use omnigrpo_rewards::RewardSet;
+use omnigrpo_rollout::Interaction;
 
 use crate::error::Result;
 use crate::evaluate::EvalPlan;
@@ -22,7 +23,7 @@ use crate::imitate;
 use crate::length::Length;
 use crate::optimizer::AdamW;
 use crate::pass::{entropies, old_logprobs, reference_logprobs};
-use crate::plan::{Objective, Observer, RunPlan, RunSummary, TrainSetup};
+use crate::plan::{Asked, Curves, Objective, Observer, RunPlan, RunSummary, TrainSetup};
 use crate::prepare::Trained;
 use crate::records::Records;
 use crate::replay::replay;
@@ -123,6 +124,7 @@ struct Loop {
     prompts: Arc<PromptBuilder>,
     shuffled: Option<Arc<PromptBuilder>>,
     rewards: Arc<RewardSet>,
+    interaction: Option<Interaction>,
     algorithm: Algorithm,
     optimizer: AdamW,
     schedule: Schedule,
@@ -137,6 +139,8 @@ struct Loop {
     returned: Returned,
     records: Records,
     observer: Box<dyn Observer>,
+    asked: Asked,
+    curves: Option<Curves>,
     console: Console,
     /// Time of the last checkpoint, or of the start.
     last_save: Instant,
@@ -315,6 +319,7 @@ impl Loop {
                 prompts: &self.prompts,
                 shuffled: self.shuffled.as_deref(),
                 rewards: &self.rewards,
+                interaction: self.interaction.as_ref(),
                 algorithm: &self.algorithm,
             };
             let source = &mut self.source;

@@ -12,7 +12,7 @@ use regex::Regex;
 use crate::error::{GATE, LLM, LORA_TARGETS, PATTERNS, PROJECTOR, QUANTIZATION, Result, TOWERS, TrainError};
 
 /// Base weights to train. Adapters are always trained.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct Selection {
     /// True to train the language model.
     pub llm: bool,

@@ -43,7 +43,7 @@ use omnigrpo_observe::{Metric, PhaseTimer};
 use omnigrpo_ranks::Queue;
 use omnigrpo_rewards::{RewardMatrix, RewardSet};
 use omnigrpo_rollout::{
-    Completion, GenerateOptions, Generator, MAX_LIVE, Request, SamplingParams, TokenEvent,
+    Completion, GenerateOptions, Generator, Interaction, MAX_LIVE, Request, SamplingParams, TokenEvent,
 };
 
 use crate::error::{Result, TrainError};
@@ -269,6 +269,8 @@ pub struct Collector<'a> {
     pub shuffled: Option<&'a PromptBuilder>,
     /// Rewards that score the completions.
     pub rewards: &'a RewardSet,
+    /// Environment that answers completions.
+    pub interaction: Option<&'a Interaction>,
     /// Settings for the number of completions, their sampling and their comparison.
     pub algorithm: &'a Algorithm,
 }
@@ -332,7 +334,7 @@ impl Collector<'_> {
         if algorithm.max_resample_times > 0 {
             rewards.logged.metrics.insert("sampling/resampled_prompts".into(), f64::from(dropped));
         }
-        if let Some(interaction) = &algorithm.sampling.interaction {
+        if let Some(interaction) = self.interaction {
             let wait = interaction.take_wait();
             rewards.logged.metrics.extend(turn_metrics(&groups, wait));
         }
@@ -348,14 +350,14 @@ impl Collector<'_> {
         keep: bool,
         timer: &mut PhaseTimer,
     ) -> Result<Sampled> {
-        let Self { model, prompts, shuffled, rewards, algorithm } = *self;
+        let Self { model, prompts, shuffled, rewards, interaction, algorithm } = *self;
         let activity = timer.activity().clone();
         let split = &algorithm.split;
         // The other prompts are sampled where they are trained, so that their results can be kept.
         let free = self.free_places(rows.len(), keep);
         let owners = split.owners(rows.len(), algorithm.micro());
         // Turns need the rank that has their media.
-        let queue = split.ranks.queue().filter(|_| algorithm.sampling.interaction.is_none());
+        let queue = split.ranks.queue().filter(|_| interaction.is_none());
         if let Some(queue) = queue {
             queue.open(&free.iter().map(|&place| owners[place]).collect::<Vec<_>>());
         }
@@ -404,7 +406,9 @@ impl Collector<'_> {
         told: impl FnMut(TokenEvent) + Copy,
     ) -> Result<Completed> {
         let Self { model, prompts, algorithm, .. } = *self;
-        let generator = Generator::new(model, prompts, &algorithm.sampling).with_max_live(algorithm.max_live);
+        let generator = Generator::new(model, prompts, &algorithm.sampling)
+            .with_max_live(algorithm.max_live)
+            .with_interaction(self.interaction);
         let mut media = vec![Vec::new(); rows.len()];
         let mut turns: Vec<Vec<Vec<AddedTurn>>> = vec![Vec::new(); rows.len()];
         let mut own = Vec::new();

@@ -111,7 +111,7 @@ fn sample(
     (videos, places): (&mut [PreparedRow], &[usize]),
     rollout: u64,
 ) -> Result<Vec<(usize, Vec<Completion>)>> {
-    let Collector { model, algorithm, .. } = *collector;
+    let Collector { model, algorithm, interaction, .. } = *collector;
     for &place in places {
         let PreparedRow { sample, epoch, .. } = videos[place].clone();
         videos[place] = retried(&WAITS, || PreparedRow::new(shuffled, sample.clone(), epoch))?;
@@ -122,7 +122,9 @@ fn sample(
     let num_samples = (algorithm.num_generations / 2).max(1);
     let requests = requests(videos, &features, num_samples, SHUFFLED | rollout);
     let requests = places.iter().map(|&place| requests[place]);
-    let generator = Generator::new(model, shuffled, &algorithm.sampling).with_max_live(algorithm.max_live);
+    let generator = Generator::new(model, shuffled, &algorithm.sampling)
+        .with_max_live(algorithm.max_live)
+        .with_interaction(interaction);
     let generated = generator.generate(requests, GenerateOptions::default())?;
     Ok(places.iter().copied().zip(generated.into_iter().map(|of| of.completions)).collect())
 }

@@ -478,10 +478,9 @@ fn an_opening_has_the_bound_of_a_turn() {
     ];
     let row = |(opening, _): &(&str, _)| json!({ "prompt": "where?", "opening": opening, "picture": golden("media/shapes.png") });
     let rows = RowReader::new("rows").dataset(cases.iter().map(row)).unwrap();
-    let opening = Some(Opening(Arc::new(move |row: &mut Sample| opens.open(row))));
+    let opening = Opening(Arc::new(move |row: &mut Sample| opens.open(row)));
     let checkpoint = Checkpoint::open(&golden("checkpoints/qwen2_vl_untied")).unwrap();
-    let settings = PromptSettings { opening, ..PromptSettings::default() };
-    let prompts = PromptBuilder::open(&checkpoint, settings).unwrap();
+    let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default()).unwrap().with_opening(opening);
     for (row, (opening, why)) in cases.iter().enumerate() {
         match (prepare(&rows, &prompts, None, row as u64, 0).unwrap(), why) {
             (Ok(_), None) => {}
@@ -497,8 +496,8 @@ fn an_opening_has_the_bound_of_a_turn() {
             append(row, text());
             Ok(())
         };
-        let settings = PromptSettings { opening: Some(Opening(Arc::new(add))), ..PromptSettings::default() };
-        let prompts = PromptBuilder::open(&checkpoint, settings).unwrap();
+        let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default()).unwrap();
+        let prompts = prompts.with_opening(Opening(Arc::new(add)));
         prompts.add_opening(&mut RowReader::new("rows").sample(json!({ "prompt": "where?" })).unwrap())
     };
     grows(1 << 20).unwrap();

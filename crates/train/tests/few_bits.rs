@@ -221,7 +221,7 @@ fn products_of_bf16_pairs_stay_close_to_widened_ones() {
             &model,
             &setup::prompts(&dir, 40),
             (&dataset, &[0, 1]),
-            &options,
+            (&options, None),
             &mut |_| {},
             &mut |batch| {
                 for (row, completions) in batch.rows.iter().zip(batch.completions) {

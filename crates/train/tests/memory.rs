@@ -112,6 +112,7 @@ fn an_update_holds_what_its_outline_says() {
                 prompts: &prompts,
                 shuffled: None,
                 rewards: &rewards,
+                interaction: None,
                 algorithm: &algorithm,
             };
             let mut rollouts =

@@ -8,18 +8,18 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use omnigrpo_models::{
-    Checkpoint, LoadOptions, LoraConfig, MediaSettings, Model, Prompt, PromptBuilder, PromptSettings,
-    QuantBits, TensorDigests, WeightDtype,
+    Checkpoint, LoadOptions, LoraConfig, Model, Prompt, PromptBuilder, PromptSettings, QuantBits,
+    TensorDigests, WeightDtype,
 };
 use omnigrpo_observe::{Console, Metric, RunLock, Trackers};
 use omnigrpo_ops::Device;
 use omnigrpo_ranks::{Ranks, Threads};
 use omnigrpo_rewards::{RewardOptions, RewardSet, build, reward};
-use omnigrpo_rollout::Interaction;
+use omnigrpo_rollout::TurnLimits;
 use omnigrpo_train::{
-    AdamWConfig, Algorithm, EvalPlan, MemoryOf, MemoryPlan, ModelPlan, Observer, Output, Policy, Prepared,
-    PreparedRow, ReferenceKept, ResumeFrom, RowPlan, Run, RunPlan, SavePlan, SaveWhen, Selection, Shard,
-    Split, TrainError, Trained, Work, media_bytes, memory,
+    AdamWConfig, Algorithm, Asked, EvalPlan, MemoryOf, MemoryPlan, ModelPlan, Observer, Output, Policy,
+    Prepared, PreparedRow, ReferenceKept, ResumeFrom, RowPlan, Run, RunPlan, SavePlan, SaveWhen, Selection,
+    Shard, Split, TrainError, Trained, Work, media_bytes, memory,
 };
 use setup::{algorithm, checkpoint, dataset, lines, optimizer, prompts, questions};
 
@@ -45,6 +45,7 @@ fn run(file: &Path, output_dir: &Path) -> Run {
         dataset,
         eval: None,
         rewards: by_name("random"),
+        interaction: None,
         corpus: None,
         reward_bytes: 0,
         reward_files: Vec::new(),
@@ -73,6 +74,8 @@ fn train(prepared: Prepared, dir: &Path, observer: impl Observer + 'static) -> R
         lock: RunLock::acquire(dir, "this test").unwrap(),
         observer: Box::new(observer),
         trackers: Box::new(|| Trackers::none(&quiet())),
+        asked: Asked::default(),
+        curves: None,
     };
     prepared.train(output, &quiet(), &AtomicBool::new(false))
 }
@@ -254,12 +257,9 @@ fn plans_count_the_answers_of_an_environment() {
     );
     assert!(prompts.outline_turn(2, 3).unwrap().is_none(), "no picture fits");
 
-    let zoom = omnigrpo_rollout::environment("zoom", place.path().into(), &MediaSettings::default()).unwrap();
-    let mut interaction = Interaction::new(zoom);
-    interaction.max_turns = 8;
     let mut algorithm = Algorithm { num_generations: 3, ..Algorithm::default() };
     algorithm.sampling.max_completion_length = 140;
-    algorithm.sampling.interaction = Some(interaction);
+    algorithm.sampling.turns = Some(TurnLimits { max_turns: 8, ..TurnLimits::default() });
     let options = LoadOptions { device: Device::Outline, ..LoadOptions::default() };
     let model = Model::load(&opened, &LoadOptions { outline: true, ..options }).unwrap();
     Selection::ALL.apply(&model).unwrap();
@@ -296,6 +296,8 @@ fn on_two_ranks(place: &Place, change: impl Fn(usize, &mut Run) + Sync) -> Vec<R
             lock: RunLock::of_first_rank(lock.root()),
             observer: Box::new(()),
             trackers: Box::new(|| Trackers::none(&quiet())),
+            asked: Asked::default(),
+            curves: None,
         };
         match prepared.train(output, &quiet(), &AtomicBool::new(false)) {
             Ok(trained) => Ok(trained.summary.steps),

@@ -1113,6 +1113,7 @@ fn a_checkpoint_that_is_read_is_not_removed() {
 /// Three rows, one greedy completion each.
 fn greedy_eval(setup: &TrainSetup) -> EvalPlan {
     EvalPlan {
+        interaction: None,
         prompts: Arc::clone(&setup.prompts),
         dataset: Arc::clone(&setup.dataset),
         rows: vec![0, 1, 4],
@@ -1192,7 +1193,7 @@ fn one_update(setup: &TrainSetup, reference: &Model) -> u64 {
     let (model, prompts, rows) = (&setup.model, &setup.prompts, prepared(setup));
     let media: usize = rows.iter().map(|row| row.prompt.media.len()).sum();
     let (rewards, algorithm) = (&setup.rewards, &setup.algorithm);
-    let collector = Collector { model, prompts, shuffled: None, rewards, algorithm };
+    let collector = Collector { model, prompts, shuffled: None, rewards, interaction: None, algorithm };
     let mut rollouts = collector.collect(rows, 0, &mut |_| Ok(Vec::new()), &mut timer).unwrap();
     update(model, Some(reference), &mut adamw, AT, &setup.algorithm, &mut rollouts, &mut timer).unwrap();
     media as u64
@@ -1318,6 +1319,7 @@ fn an_epoch_ends_with_the_last_update_of_its_rows() {
     let new = |name: &str| {
         let mut setup = place.setup(name);
         setup.eval = Some(EvalPlan {
+            interaction: None,
             prompts: Arc::clone(&setup.prompts),
             dataset: Arc::clone(&setup.dataset),
             rows: vec![4],

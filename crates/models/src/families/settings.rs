@@ -8,7 +8,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
 /// Rule that chooses the frames of a video, unless the row gives its own choice.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub enum FrameRule {
     /// Frames at a rate, as in `qwen-vl-utils`.
     #[default]
@@ -22,7 +22,7 @@ pub enum FrameRule {
 }
 
 /// Treatment of a video without an audio track whose sound is requested.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub enum MissingAudio {
     /// An error, because the row is invalid.
     #[default]
@@ -32,7 +32,7 @@ pub enum MissingAudio {
 }
 
 /// Key of a medium for random choices. Paths are not part of it, so that copied data gets the same choices.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct MediumKey {
     /// Index of the row in the dataset.
     pub row: u64,
@@ -43,7 +43,7 @@ pub struct MediumKey {
 }
 
 /// Settings for reading media, which rows may override.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct MediaSettings {
     /// Sizes of images. Unset fields follow the checkpoint's processor.
     pub image: MediumOptions,

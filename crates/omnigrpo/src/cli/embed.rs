@@ -28,7 +28,6 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -36,21 +35,19 @@ use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{RowReader, Sample};
-use omnigrpo_models::{Model, Prompt, PromptBuilder};
+use omnigrpo_models::{Model, Prompt, PromptBuilder, PromptSettings};
 use omnigrpo_observe::Console;
 use omnigrpo_ranks::Ranks;
 use omnigrpo_rewards::Reward;
 use omnigrpo_rollout::{Completion, GenerateOptions, Generator, Request};
-use omnigrpo_train::{Algorithm, Evaluation, Objective, Observer, Peer, RunSummary, Trained, logprobs};
+use omnigrpo_train::{Algorithm, Evaluation, Objective, Observer, RunSummary, Trained, logprobs};
 use serde_json::Value;
 
 use super::heap::Trim;
 use super::ranks::{self, Rank, Started};
+pub use super::verbs::setup::Functions;
 use super::verbs::{self, Context, setup};
-use crate::settings::{
-    CallerEnvironment, CallerRewards, Environment, Layer, Problem, Resolved, Settings, Verb, name_flags,
-    needs, resolve,
-};
+use crate::settings::{Environment, Layer, Problem, Resolved, Settings, Verb, name_flags, needs, resolve};
 
 /// The program in whose process a command runs.
 pub struct Caller {
@@ -60,44 +57,25 @@ pub struct Caller {
     pub stop: Arc<AtomicBool>,
     /// Observer of a run.
     pub observer: Box<dyn Observer>,
-    /// Flag that asks for a checkpoint after the present step.
-    pub save: Arc<AtomicBool>,
-    /// Flag that asks for an evaluation after the present step.
-    pub evaluate: Arc<AtomicBool>,
-    /// Environment of the settings' `caller:NAME`.
-    pub environment: Option<Arc<dyn Peer>>,
-    /// Digest of the code of each function, by the function's name. A run resumes only with the same digests.
-    pub digests: BTreeMap<String, String>,
-    /// True to start a complete run from the beginning, instead of leaving it as it is.
-    pub repeat_complete: bool,
-    rewards: CallerRewards,
+    /// Rewards and environment of the settings' `caller:NAME`, and what other threads ask of a run.
+    pub functions: Functions,
 }
 
 impl Caller {
     /// Creates a silent caller. `rewards` returns the reward for `NAME` if the settings have the reward `caller:NAME`.
     pub fn new(rewards: impl Fn(&str) -> Option<Box<dyn Reward>> + Send + Sync + 'static) -> Self {
         Self {
-            console: Console::plain(std::io::sink()),
-            stop: Arc::default(),
-            observer: Box::new(()),
-            save: Arc::default(),
-            evaluate: Arc::default(),
-            environment: None,
-            digests: BTreeMap::new(),
-            repeat_complete: false,
-            rewards: CallerRewards(Some(Arc::new(rewards))),
+            functions: Functions { rewards: Some(Arc::new(rewards)), ..Functions::default() },
+            ..Self::default()
         }
     }
+}
 
-    /// Gives the rewards and the environment to the settings, and returns how the command is attended.
-    fn attend(self, settings: &mut Settings) -> Attended {
-        settings.rewards.caller = self.rewards;
-        settings.rewards.caller_digests = self.digests;
-        settings.run.save.asked = self.save;
-        settings.run.eval.asked = self.evaluate;
-        settings.run.resume.repeat_complete = self.repeat_complete;
-        settings.turns.caller = CallerEnvironment(self.environment);
-        (self.console, self.stop, self.observer)
+impl Default for Caller {
+    /// Creates a silent caller that hands nothing in.
+    fn default() -> Self {
+        let console = Console::plain(std::io::sink());
+        Self { console, stop: Arc::default(), observer: Box::new(()), functions: Functions::default() }
     }
 }
 
@@ -171,11 +149,10 @@ pub fn leave() {
 /// # Errors
 /// Returns the failure of the run. A run that was asked to stop is not a failure; its summary says so. After a failure, the process
 /// is no rank any more.
-pub fn train(mut resolved: Resolved, caller: Caller) -> Result<(RunSummary, Loaded), Problem> {
-    let attended = caller.attend(&mut resolved.settings);
+pub fn train(resolved: Resolved, caller: Caller) -> Result<(RunSummary, Loaded), Problem> {
     let objective = if resolved.verb == Verb::Sft { Objective::Imitate } else { Objective::Reinforce };
     let ranks = own_rank().as_ref().map_or_else(Ranks::default, |rank| rank.ranks.clone());
-    let done = run_as(ranks, resolved, attended, |resolved, context| {
+    let done = run_as(ranks, resolved, caller, |resolved, context| {
         let Trained { model, summary } = verbs::train::once(resolved, context, objective, |_| Ok(()))?;
         Ok((summary, Loaded::of(model)))
     });
@@ -192,9 +169,8 @@ pub fn train(mut resolved: Resolved, caller: Caller) -> Result<(RunSummary, Load
 ///
 /// # Errors
 /// Returns an error if the model or the rows cannot be used.
-pub fn evaluate(mut resolved: Resolved, caller: Caller) -> Result<Evaluation, Problem> {
-    let attended = caller.attend(&mut resolved.settings);
-    run(resolved, attended, verbs::infer::evaluation)
+pub fn evaluate(resolved: Resolved, caller: Caller) -> Result<Evaluation, Problem> {
+    run(resolved, caller, verbs::infer::evaluation)
 }
 
 /// Predicts the memory and the time of a run ([`Verb::Plan`] or [`Verb::Sft`]). The result is what `plan --json` writes.
@@ -202,11 +178,10 @@ pub fn evaluate(mut resolved: Resolved, caller: Caller) -> Result<Evaluation, Pr
 /// # Errors
 /// Returns an error if the run cannot work.
 pub fn plan(mut resolved: Resolved, caller: Caller) -> Result<Value, Problem> {
-    let attended = caller.attend(&mut resolved.settings);
     let numbers = tempfile::NamedTempFile::new().map_err(|error| Problem::from_error(&error))?;
     resolved.settings.io.dry_run = true;
     resolved.settings.io.json = Some(numbers.path().to_owned());
-    run(resolved, attended, |resolved, context| {
+    run(resolved, caller, |resolved, context| {
         match resolved.verb {
             Verb::Sft => verbs::train::sft(resolved, context)?,
             _ => verbs::train::train(resolved, context)?,
@@ -219,7 +194,7 @@ pub fn plan(mut resolved: Resolved, caller: Caller) -> Result<Value, Problem> {
 pub struct Loaded {
     model: Model,
     /// The latest builder of prompts and its settings, since reading a tokenizer takes long.
-    prompts: Mutex<Option<(String, Arc<PromptBuilder>)>>,
+    prompts: Mutex<Option<(PromptSettings, Arc<PromptBuilder>)>>,
     _trim: Trim,
 }
 
@@ -233,7 +208,7 @@ impl Loaded {
     /// # Errors
     /// Returns an error if the checkpoint cannot be used or does not fit into memory.
     pub fn open(resolved: Resolved) -> Result<Self, Problem> {
-        run(resolved, silent(), |resolved, context| {
+        run(resolved, Caller::default(), |resolved, context| {
             let settings = &resolved.settings;
             let checkpoint = setup::checkpoint(settings)?;
             Ok(Self::of(setup::model(settings, &checkpoint, context.device()?)?))
@@ -250,9 +225,9 @@ impl Loaded {
         rows: Vec<Value>,
         folder: &Path,
     ) -> Result<Vec<Vec<Completion>>, Problem> {
-        run(resolved, silent(), |resolved, _| {
+        run(resolved, Caller::default(), |resolved, context| {
             let settings = &resolved.settings;
-            let builder = self.prompts(settings)?;
+            let builder = self.prompts(settings, context)?;
             let (samples, prompts) = built(settings, &builder, rows, folder)?;
             let features = prompts.iter().map(|prompt| self.model.encode_prompt(prompt));
             let features = features.collect::<Result<Vec<_>, _>>()?;
@@ -265,7 +240,10 @@ impl Loaded {
                 ..Request::new(prompt, features)
             });
             let Algorithm { sampling, max_live, .. } = &settings.algorithm;
-            let generator = Generator::new(&self.model, &builder, sampling).with_max_live(*max_live);
+            let interaction = context.interaction(settings)?;
+            let generator = Generator::new(&self.model, &builder, sampling)
+                .with_max_live(*max_live)
+                .with_interaction(interaction.as_ref());
             let generated = generator.generate(requests, GenerateOptions::default())?;
             Ok(generated.into_iter().map(|of| of.completions).collect())
         })
@@ -282,11 +260,11 @@ impl Loaded {
         completions: &[String],
         folder: &Path,
     ) -> Result<Vec<Vec<f32>>, Problem> {
-        run(resolved, silent(), |resolved, _| {
+        run(resolved, Caller::default(), |resolved, context| {
             let mut settings = resolved.settings.clone();
             // Given completions have their own lengths.
             settings.prompts.max_completion_length = 0;
-            let builder = self.prompts(&settings)?;
+            let builder = self.prompts(&settings, context)?;
             let (_, prompts) = built(&settings, &builder, vec![row], folder)?;
             let ids = completions.iter().map(|text| builder.completion_ids(text));
             let ids = ids.collect::<Result<Vec<_>, _>>()?;
@@ -303,18 +281,16 @@ impl Loaded {
         self.model.save_pretrained(directory).map_err(|error| Problem::from_error(&error))
     }
 
-    fn prompts(&self, settings: &Settings) -> Result<Arc<PromptBuilder>> {
-        let key = format!("{:?}", settings.prompts);
+    fn prompts(&self, settings: &Settings, context: &Context) -> Result<Arc<PromptBuilder>> {
         let mut kept = self.prompts.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, prompts)) =
-            kept.as_ref().filter(|(known, _)| *known == key && settings.prompts.opening.is_none())
-        {
+        // An environment begins anew with each command.
+        let alone = settings.turns.environment.is_none();
+        if let Some((_, prompts)) = kept.as_ref().filter(|(known, _)| alone && *known == settings.prompts) {
             return Ok(Arc::clone(prompts));
         }
-        let prompts = Arc::new(setup::prompts(settings, self.model.checkpoint(), false)?);
-        // An environment begins anew with each command.
-        if settings.prompts.opening.is_none() {
-            *kept = Some((key, Arc::clone(&prompts)));
+        let prompts = Arc::new(context.prompts(settings, self.model.checkpoint(), false)?);
+        if alone {
+            *kept = Some((settings.prompts.clone(), Arc::clone(&prompts)));
         }
         Ok(prompts)
     }
@@ -338,26 +314,20 @@ fn built(
     rows.into_iter().enumerate().map(each).collect()
 }
 
-type Attended = (Console, Arc<AtomicBool>, Box<dyn Observer>);
-
-fn silent() -> Attended {
-    (Console::plain(std::io::sink()), Arc::default(), Box::new(()))
-}
-
 /// Runs a command in this process alone.
 fn run<T>(
     resolved: Resolved,
-    attended: Attended,
+    caller: Caller,
     command: impl FnOnce(&Resolved, &Context) -> Result<T>,
 ) -> Result<T, Problem> {
-    run_as(Ranks::default(), resolved, attended, command)
+    run_as(Ranks::default(), resolved, caller, command)
 }
 
 /// Prepares the process at the first call, and runs a command.
 fn run_as<T>(
     ranks: Ranks,
     resolved: Resolved,
-    (console, stop, observer): Attended,
+    Caller { console, stop, observer, functions }: Caller,
     command: impl FnOnce(&Resolved, &Context) -> Result<T>,
 ) -> Result<T, Problem> {
     static HOOK: Once = Once::new();
@@ -368,7 +338,7 @@ fn run_as<T>(
     let work = || {
         ranks::check_settings(&resolved, &ranks)?;
         let resolved = verbs::of_rank(&resolved, &ranks)?;
-        let context = Context::within(&resolved.settings, ranks, console, stop, observer);
+        let context = Context::within(&resolved.settings, ranks, console, stop, observer, functions);
         let resolved = verbs::ready(&resolved, &context)?;
         command(&resolved, &context)
     };

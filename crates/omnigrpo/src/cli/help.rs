@@ -99,8 +99,11 @@ mod tests {
                 section.title()
             ));
             for flag in section.rows() {
-                let mut name =
-                    if flag.positional { format!("`{}` (word)", flag.name) } else { format!("`{}`", flag.name) };
+                let mut name = if flag.positional {
+                    format!("`{}` (word)", flag.name)
+                } else {
+                    format!("`{}`", flag.name)
+                };
                 for alias in flag.aliases {
                     name.push_str(&format!(", `{alias}`"));
                 }

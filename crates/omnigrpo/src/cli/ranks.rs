@@ -22,7 +22,7 @@ use crate::cli::verbs::Context;
 use crate::cli::verbs::train::is_ignored;
 use crate::settings::problem::{EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, Problem};
 use crate::settings::values::Resolved;
-use crate::settings::{Backend, Settings, flags::Verb};
+use crate::settings::{Backend, Settings, binding, flags::Verb};
 
 /// Longest wait for the other ranks after a failure of this one, which they may not know of.
 const FAREWELL: Duration = Duration::from_secs(30);
@@ -263,8 +263,8 @@ pub fn leaves(settings: &Settings, ranks: &Ranks, output_dir: &Path) -> Result<u
         return Ok(given);
     }
     let saved = saved(settings, output_dir);
-    let saved =
-        saved.map(|saved| saved.fingerprint.get(LEAVES).and_then(serde_json::Value::as_u64).unwrap_or(1));
+    let saved = saved
+        .map(|saved| saved.fingerprint.get(binding::LEAVES).and_then(serde_json::Value::as_u64).unwrap_or(1));
     let saved = saved.map(|leaves| leaves as usize).filter(|leaves| leaves.is_multiple_of(ranks.size()));
     Ok(saved.unwrap_or(ranks.size()))
 }

@@ -18,14 +18,14 @@ use crate::emotion::emotions;
 const MAX_LABELS: usize = 64;
 
 /// The labels of a classification.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct LabelSet {
     names: Vec<String>,
     keys: Vec<Key>,
 }
 
 /// Normal form of a label, for comparison.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 enum Key {
     Emotion(usize),
     Text(String),

@@ -42,7 +42,7 @@ const ANSWER_REWARDS: &[&str] = &[
 ];
 
 /// Measures of an evaluation, in addition to the rewards.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct Measures {
     /// Choice among several answer tags.
     pub answer_policy: AnswerPolicy,
@@ -59,7 +59,7 @@ impl Default for Measures {
 }
 
 /// The labels of a classification.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub enum Labels {
     /// No classification.
     None,

@@ -54,7 +54,7 @@ pub const FLAGS: &[Flag] = &[
                 s.prompts.media.video.fps = None;
                 Ok(())
             },
-            get: |s| s.prompts.media.video.nframes.value(),
+            get: |s| crate::values::Field::value(&s.prompts.media.video.nframes),
         },
         ROWS,
     )

@@ -318,6 +318,11 @@ impl Flag {
         of_run || self.verbs.contains(&verb)
     }
 
+    /// Returns true if a run of the verb resumes only with the same value of the setting.
+    pub fn binds(&self, verb: Verb) -> bool {
+        self.is_of(verb) && !self.free.contains(&verb)
+    }
+
     /// Returns true if the setting has no effect on a model that reads text only.
     pub fn is_of_media(&self) -> bool {
         self.of_media || Section::Media.rows().iter().any(|flag| flag.name == self.name)
@@ -537,7 +542,7 @@ mod tests {
     use super::*;
     use crate::config;
     use crate::environment::Environment;
-    use crate::values::{Given, Origin, Values};
+    use crate::values::{Origin, Values};
 
     #[test]
     fn names_are_unique_and_lower_case() {

@@ -55,6 +55,9 @@ impl Loop {
         let mut this = Self {
             schedule: length.schedule(&run),
             records: Records::new(&run, Arc::clone(&dataset), console, length.total, health),
+            interaction: setup.interaction,
+            asked: setup.asked,
+            curves: setup.curves,
             observer: if split.ranks.is_first() { setup.observer } else { Box::new(()) },
             console: console.clone(),
             place: Place::default(),
@@ -167,7 +170,7 @@ impl Loop {
 fn check(setup: &TrainSetup) -> Result<()> {
     let TrainSetup { model, algorithm, run, .. } = setup;
     algorithm.split.validate()?;
-    if algorithm.sampling.interaction.is_some() && run.rows.replay {
+    if algorithm.sampling.turns.is_some() && run.rows.replay {
         let what =
             "an environment cannot answer recorded completions; leave out the replay or the environment";
         return Err(TrainError::Data { what: what.to_owned() });

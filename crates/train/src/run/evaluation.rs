@@ -53,7 +53,7 @@ impl Loop {
             EvalWhen::Epoch => epoch_done,
         };
         let ranks = &self.algorithm.split.ranks;
-        let asked = ranks.any(self.run.eval.asked.swap(false, Ordering::Relaxed) && ranks.is_first())?;
+        let asked = ranks.any(self.asked.evaluate.swap(false, Ordering::Relaxed) && ranks.is_first())?;
         if due || asked || step == self.length.total { self.evaluate_step(step, summary) } else { Ok(false) }
     }
 

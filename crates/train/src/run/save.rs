@@ -17,7 +17,7 @@ impl Loop {
         let (step, plan, ranks) = (self.place.step, &self.run.save, &self.algorithm.split.ranks);
         // A stop during the last step is not an interruption: no work remains.
         let interrupted = step < self.length.total && ends;
-        let asked = plan.asked.swap(false, Ordering::Relaxed);
+        let asked = self.asked.save.swap(false, Ordering::Relaxed);
         let late = asked || plan.every.is_some_and(|time| self.last_save.elapsed() >= time);
         let due = interrupted
             || ranks.any(late && ranks.is_first())?
@@ -69,6 +69,7 @@ impl Loop {
             global_step: place.step,
             rollout: place.rollout,
             order: self.source.order().state().clone(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
             fingerprint: self.run.resume.fingerprint.clone(),
             rounding: self.rounding.clone(),
             best: place.best,
@@ -126,10 +127,10 @@ impl Loop {
     fn write_model_card(&self, summary: &RunSummary) -> Result<()> {
         let facts = model_card::Facts {
             run: &self.run,
+            curves: self.curves,
             model: &self.model,
             dataset: &self.dataset,
             algorithm: &self.algorithm,
-            optimizer: self.optimizer.config(),
             rewards: self.rewards.names(),
             num_steps: self.place.step,
             before: summary.before.as_ref(),

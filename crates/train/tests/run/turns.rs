@@ -4,7 +4,9 @@ use std::sync::atomic::AtomicUsize;
 
 use omnigrpo_data::{Cause, MediumSource, Sample};
 use omnigrpo_models::{Limits, Opening, Orientation};
-use omnigrpo_rollout::{Answer, AnswerPart, Environment, Episode, EpisodeKey, Interaction, ModelTurn};
+use omnigrpo_rollout::{
+    Answer, AnswerPart, Environment, Episode, EpisodeKey, Interaction, ModelTurn, TurnLimits,
+};
 use omnigrpo_text::{MediumKind, Part, Role};
 
 use super::resume::sign;
@@ -61,9 +63,8 @@ const MOST: usize = 140;
 /// Lets an environment answer ten completions per prompt. Returns the number of its answers.
 pub(super) fn interact(setup: &mut TrainSetup, folder: Option<PathBuf>) -> Arc<AtomicUsize> {
     let answers = Arc::new(AtomicUsize::new(0));
-    let mut interaction =
-        Interaction::new(Arc::new(Shows { answers: Arc::clone(&answers), folder, own: None }));
-    interaction.max_turns = 2;
+    let shows = Shows { answers: Arc::clone(&answers), folder, own: None };
+    setup.interaction = Some(Interaction::new(Arc::new(shows)));
     setup.prompts = Arc::new(prompts(&checkpoint(NAME), MOST));
     setup.algorithm.num_generations = 10;
     // Nearly uniform draws end some turns of a random model.
@@ -71,7 +72,7 @@ pub(super) fn interact(setup: &mut TrainSetup, folder: Option<PathBuf>) -> Arc<A
         max_completion_length: MOST,
         temperature: 8.0,
         logprob_temperature: Some(1.0),
-        interaction: Some(interaction),
+        turns: Some(TurnLimits { max_turns: 2, ..TurnLimits::default() }),
         ..setup.algorithm.sampling.clone()
     };
     answers
@@ -227,13 +228,11 @@ fn a_row_that_is_opened_in_another_way_is_refused() {
     let place = Place::new();
     let opened = |steps: u64, word: &'static str| {
         let mut setup = place.setup("run");
-        let mut settings = setup.prompts.settings().clone();
-        settings.opening = Some(Opening(Arc::new(move |row: &mut Sample| {
+        let opening = Opening(Arc::new(move |row: &mut Sample| {
             row.turns.last_mut().unwrap().parts.push(Part::Text(word.to_owned()));
             Ok(())
-        })));
-        let from = omnigrpo_models::Checkpoint::open(&checkpoint(NAME)).unwrap();
-        setup.prompts = Arc::new(omnigrpo_models::PromptBuilder::open(&from, settings).unwrap());
+        }));
+        setup.prompts = Arc::new((*setup.prompts).clone().with_opening(opening));
         (setup.run.num_iterations, setup.run.max_steps) = (2, Some(steps));
         setup.run.save.when = SaveWhen::Steps(1);
         setup.run.schedule.kind = omnigrpo_train::ScheduleKind::Constant;

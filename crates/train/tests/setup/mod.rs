@@ -12,7 +12,7 @@ use omnigrpo_observe::{Console, RunLock, Trackers};
 use omnigrpo_rewards::{RewardOptions, build};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    AdamWConfig, Algorithm, RecordPlan, RowPlan, RunPlan, RunSummary, SavePlan, SaveWhen, Selection,
+    AdamWConfig, Algorithm, Asked, RecordPlan, RowPlan, RunPlan, RunSummary, SavePlan, SaveWhen, Selection,
     SkipPolicy, TrainError, TrainSetup, train,
 };
 use safetensors::SafeTensors;
@@ -57,6 +57,7 @@ pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSe
         rows,
         eval: None,
         rewards: build(&["random".to_owned()], &RewardOptions::default()).unwrap(),
+        interaction: None,
         algorithm: algorithm(3, 8),
         optimizer: optimizer(),
         selection: Selection::ALL,
@@ -79,6 +80,8 @@ pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSe
         lock: RunLock::acquire(output_dir, "this test").unwrap(),
         observer: Box::new(()),
         trackers: Box::new(|| Trackers::none(&Console::plain(std::io::sink()))),
+        asked: Asked::default(),
+        curves: None,
     }
 }
 

@@ -104,8 +104,14 @@ impl Measured {
         };
         let mut optimizer = AdamW::new(AdamWConfig::default(), model.params());
         let rewards = omnigrpo_rewards::build(&["random".to_owned()], &RewardOptions::default())?;
-        let collector =
-            Collector { model, prompts, shuffled: None, rewards: &rewards, algorithm: &algorithm };
+        let collector = Collector {
+            model,
+            prompts,
+            shuffled: None,
+            rewards: &rewards,
+            interaction: None,
+            algorithm: &algorithm,
+        };
         let stream_rows =
             rows.len() * (shape.prompt_tokens + shape.num_generations * (shape.completion_tokens - 1));
         context.console.line("measuring this machine");

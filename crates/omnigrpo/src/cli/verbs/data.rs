@@ -25,7 +25,7 @@ pub fn check(resolved: &Resolved, context: &Context) -> Result<()> {
         Err(error) => return Err(error),
     };
     let prompts = match &settings.model.name {
-        Some(_) => Some(setup::prompts(settings, context.checkpoint()?, false)?),
+        Some(_) => Some(context.prompts(settings, context.checkpoint()?, false)?),
         None => None,
     };
     let cache = settings.env.check_cache();
@@ -109,7 +109,7 @@ fn media_cost(
     let checkpoint = context.checkpoint()?;
     for flags in plan::media_flags(&resolved.settings, &longest) {
         let Some(settings) = plan::changed(resolved, &flags) else { continue };
-        let Ok(prompts) = setup::prompts(&settings, checkpoint, false) else { continue };
+        let Ok(prompts) = context.prompts(&settings, checkpoint, false) else { continue };
         let Some(smaller) = longest.with(&prompts, Objective::Reinforce) else { continue };
         let tokens = smaller.prompt_tokens();
         if tokens < longest.prompt_tokens() {
@@ -126,7 +126,7 @@ fn media_cost(
 
 /// Prints the prompt of a row in the form that the model receives.
 pub fn show(settings: &Settings, context: &Context) -> Result<()> {
-    let prompts = setup::prompts(settings, context.checkpoint()?, false)?;
+    let prompts = context.prompts(settings, context.checkpoint()?, false)?;
     let dataset = match setup::train_data(settings) {
         Ok(dataset) => dataset,
         Err(error) => setup::eval_data(settings)?.ok_or(error)?,

@@ -75,12 +75,13 @@ fn permuted(run: &Resolved, context: &Context, data: &std::path::Path) -> Result
     trained.model.name = settings.io.output_dir.as_ref().map(|d| d.display().to_string());
     let checkpoint = setup::checkpoint(&trained)?;
     let model = setup::model(&trained, &checkpoint, context.device()?)?;
-    let prompts = setup::prompts(&trained, &checkpoint, false)?;
+    let prompts = context.prompts(&trained, &checkpoint, false)?;
     let specs = DatasetSpec::from_files(&[data.join("eval_permuted.jsonl")], &Roots::default())?;
     let dataset = Arc::new(Dataset::open(&specs, &setup::read_options(&trained))?);
     let corpus = setup::corpus(&trained, &dataset, 0..dataset.len());
-    let rewards = setup::rewards(&trained, corpus.as_ref(), Some(&prompts))?;
+    let rewards = context.rewards(&trained, corpus.as_ref(), Some(&prompts))?;
     let plan = EvalPlan {
+        interaction: None,
         prompts: Arc::new(prompts),
         rows: (0..dataset.len()).collect(),
         dataset,

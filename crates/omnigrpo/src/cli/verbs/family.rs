@@ -5,6 +5,7 @@ use anyhow::Result;
 use omnigrpo_text::MediumKind;
 
 use super::Context;
+use crate::settings::Settings;
 use crate::settings::explain::yaml;
 use crate::settings::flags::{self, Flag, Section};
 use crate::settings::presets;
@@ -80,7 +81,7 @@ pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> 
             dropped.join(", ")
         ));
     }
-    out.settings = settings.with_values(&out.values)?;
+    out.settings = Settings::from_values(&out.values, settings.env.clone())?;
     Ok(out)
 }
 

@@ -113,7 +113,7 @@ pub fn score(settings: &Settings, context: &Context) -> Result<()> {
     // No room is reserved for new tokens, because the given completions have their own lengths.
     let mut no_new_tokens = settings.clone();
     no_new_tokens.prompts.max_completion_length = 0;
-    let prompts = setup::prompts(&no_new_tokens, checkpoint, false)?;
+    let prompts = context.prompts(&no_new_tokens, checkpoint, false)?;
     keep_media(settings, checkpoint);
     let mut lines = Vec::new();
     let mut failed = 0;
@@ -203,7 +203,7 @@ fn generate_rows(resolved: &Resolved, context: &Context) -> Result<()> {
     keep_inputs(output, settings.io.input.as_deref().into_iter().chain(dataset.files()))?;
     let checkpoint = context.checkpoint()?;
     let model = setup::model(settings, checkpoint, context.device()?)?;
-    let prompts = setup::prompts(settings, checkpoint, false)?;
+    let prompts = context.prompts(settings, checkpoint, false)?;
     keep_media(settings, checkpoint);
     let mut partial = resume::open(resolved, context, output, model.dir(), &dataset)?;
     let mut progress = context.console.progress("generating", dataset.len());
@@ -216,7 +216,7 @@ fn generate_rows(resolved: &Resolved, context: &Context) -> Result<()> {
         &model,
         &prompts,
         (&dataset, &rows),
-        &sampled(settings),
+        (&sampled(settings), context.interaction(settings)?.as_ref()),
         &mut |event| activity.token(event.last),
         &mut |done| {
             let lines = done.rows.iter().zip(done.completions).map(|(row, completions)| {
@@ -296,11 +296,14 @@ fn generate_one(settings: &Settings, context: &Context, question: &str) -> Resul
     let sample = RowReader::new("prompt").media_in(&folder).options(options).sample(row)?;
     let checkpoint = context.checkpoint()?;
     let model = setup::model(settings, checkpoint, context.device()?)?;
-    let prompts = setup::prompts(settings, checkpoint, false)?;
+    let prompts = context.prompts(settings, checkpoint, false)?;
     let row = PreparedRow::new(&prompts, sample, 0)?;
     let (features, _) = encode(&model, Keep::Features, [&*row.prompt])?;
     let algorithm = &settings.algorithm;
-    let generator = Generator::new(&model, &prompts, &algorithm.sampling).with_max_live(algorithm.max_live);
+    let interaction = context.interaction(settings)?;
+    let generator = Generator::new(&model, &prompts, &algorithm.sampling)
+        .with_max_live(algorithm.max_live)
+        .with_interaction(interaction.as_ref());
     let row = [row];
     let requests = requests(&row, &features, settings.algorithm.num_generations, 0);
     // Several completions are printed at the end, since their tokens are interleaved. So is a completion with stop strings,
@@ -350,10 +353,10 @@ pub fn evaluation(resolved: &Resolved, context: &Context) -> Result<Evaluation> 
     }
     let checkpoint = context.checkpoint()?;
     let model = setup::model(settings, checkpoint, context.device()?)?;
-    let prompts = setup::prompts(settings, checkpoint, false)?;
+    let prompts = context.prompts(settings, checkpoint, false)?;
     let corpus = setup::corpus(settings, &dataset, 0..dataset.len());
     let corpus = corpus.map(|corpus| corpus.or_kept(model.dir())).transpose()?;
-    let rewards = setup::rewards(settings, corpus.as_ref(), Some(&prompts))?;
+    let rewards = context.rewards(settings, corpus.as_ref(), Some(&prompts))?;
     keep_media(settings, checkpoint);
     let rows: Vec<u64> = (0..dataset.len()).collect();
     if let Some(problem) =
@@ -372,6 +375,7 @@ pub fn evaluation(resolved: &Resolved, context: &Context) -> Result<Evaluation> 
         prompts: Arc::new(prompts),
         rows,
         dataset: Arc::clone(&dataset),
+        interaction: context.interaction(settings)?,
         options: sampled(settings),
     };
     let output = settings.io.output.as_deref();

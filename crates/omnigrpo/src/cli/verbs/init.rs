@@ -49,7 +49,7 @@ pub fn init(resolved: &Resolved, context: &Context) -> Result<()> {
     let context = context.with(&base.settings);
     let checkpoint = context.checkpoint()?;
     let dataset = setup::train_data(&base.settings)?;
-    let prompts = setup::prompts(&base.settings, checkpoint, false)?;
+    let prompts = context.prompts(&base.settings, checkpoint, false)?;
     let positions = checkpoint.family().architecture().decoder_config().max_positions;
     let rows = Rows::look(&dataset, &prompts, positions)?;
     rows.choose(&mut draft, &base.settings)?;
@@ -63,12 +63,12 @@ pub fn init(resolved: &Resolved, context: &Context) -> Result<()> {
     let (mut full, mut prepared) = prepare(&draft)?;
     let tokens = prepared.longest().prompt_tokens();
     if tokens > LONG_PROMPT {
-        for (name, value) in plan::shortening_flags(&full, checkpoint, &prepared).concat() {
+        for (name, value) in plan::shortening_flags(&full, &context, &prepared).concat() {
             draft.choose(name, &value, format!("the longest prompt has {tokens} tokens without it"));
         }
         (full, prepared) = prepare(&draft)?;
     }
-    let (flags, memory) = plan::fit(&full, checkpoint, &prepared, &given)?;
+    let (flags, memory) = plan::fit(&full, &context, &prepared, &given)?;
     let limit = prepared.forecast().limit;
     let place = limit.map_or("memory", |(_, place)| place);
     for (name, value) in &flags {

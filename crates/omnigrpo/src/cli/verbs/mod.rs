@@ -31,11 +31,15 @@ use std::sync::{Arc, OnceLock};
 
 use anyhow::{Context as _, Result};
 use omnigrpo_kernels::paths::Path;
-use omnigrpo_models::Checkpoint;
+use omnigrpo_models::{Checkpoint, FrozenWeights, Orientation, PromptBuilder};
 use omnigrpo_observe::{Console, escape, stdout_columns, wrap};
 use omnigrpo_ops::Device;
 use omnigrpo_ranks::Ranks;
+use omnigrpo_rewards::{Corpus, RewardSet};
+use omnigrpo_rollout::Interaction;
 use omnigrpo_train::{Observer, room};
+
+use setup::Functions;
 
 use crate::settings::Settings;
 use crate::settings::flags::Verb;
@@ -53,8 +57,12 @@ pub struct Context {
     pub ranks: Ranks,
     /// Number of these processes on this machine.
     pub local_ranks: usize,
-    /// Observer of the program in whose process the command runs; `None` in a process of its own.
+    /// What the program hands in, in whose process the command runs.
+    pub functions: Functions,
+    /// Observer of that program; `None` in a process of its own.
     caller: Option<RefCell<Box<dyn Observer>>>,
+    /// The environment, and the form in which it opens pictures.
+    interaction: RefCell<Option<(Orientation, Interaction)>>,
     /// Settings that name the checkpoint.
     settings: Settings,
     checkpoint: OnceCell<Checkpoint>,
@@ -65,8 +73,18 @@ impl Context {
     fn new(settings: &Settings, console: Console, stop: Arc<AtomicBool>) -> Self {
         let (checkpoint, device) = (OnceCell::new(), Arc::default());
         let ranks = Ranks::default();
-        let settings = settings.clone();
-        Self { console, stop, ranks, local_ranks: 1, caller: None, settings, checkpoint, device }
+        Self {
+            console,
+            stop,
+            ranks,
+            local_ranks: 1,
+            functions: Functions::default(),
+            caller: None,
+            interaction: RefCell::default(),
+            settings: settings.clone(),
+            checkpoint,
+            device,
+        }
     }
 
     /// Returns the context of a command in the process of another program.
@@ -76,11 +94,12 @@ impl Context {
         console: Console,
         stop: Arc<AtomicBool>,
         observer: Box<dyn Observer>,
+        functions: Functions,
     ) -> Self {
         // A failure of the engine is reported by the next exchange.
         let local_ranks = ranks.local().map_or(1, |local| local.size);
         let caller = Some(RefCell::new(observer));
-        Self { ranks, local_ranks, caller, ..Self::new(settings, console, stop) }
+        Self { ranks, local_ranks, caller, functions, ..Self::new(settings, console, stop) }
     }
 
     /// Returns true if the command runs in the process of another program, which handles signals and shows what is printed.
@@ -138,6 +157,39 @@ impl Context {
         let (opened, why) = setup::open_device(choice, "--reference_device", &self.settings)?;
         self.console.line(&format!("device of the reference: {opened}{}", in_brackets(&why)));
         Ok(opened)
+    }
+
+    /// Returns the environment of the settings, if they name one. The first call starts it, and so does a call with another orientation of
+    /// pictures.
+    pub fn interaction(&self, settings: &Settings) -> Result<Option<Interaction>> {
+        let Some(name) = &settings.turns.environment else { return Ok(None) };
+        let orientation = settings.prompts.media.orientation;
+        let mut kept = self.interaction.borrow_mut();
+        if let Some((_, interaction)) = kept.as_ref().filter(|(own, _)| *own == orientation) {
+            return Ok(Some(interaction.clone()));
+        }
+        let environment = setup::environment(name, settings, &self.functions)?;
+        Ok(Some(kept.insert((orientation, Interaction::new(environment))).1.clone()))
+    }
+
+    /// Returns the builder of prompts for a checkpoint. With `training`, the number of frames of a row may be random.
+    pub fn prompts(
+        &self,
+        settings: &Settings,
+        checkpoint: &Checkpoint,
+        training: bool,
+    ) -> Result<PromptBuilder> {
+        setup::prompts(settings, checkpoint, (training, false), self.interaction(settings)?)
+    }
+
+    /// Builds the rewards. `prompts` tells `format` which tag the chat template opens.
+    pub fn rewards(
+        &self,
+        settings: &Settings,
+        corpus: Option<&Corpus>,
+        prompts: Option<&PromptBuilder>,
+    ) -> Result<RewardSet> {
+        setup::rewards(settings, corpus, prompts, (&self.functions, FrozenWeights::default()))
     }
 
     /// Returns the checkpoint that the settings name. The first call opens it.
@@ -254,7 +306,7 @@ fn prepare_process(resolved: &Resolved, context: &Context, threads: Option<usize
             "`ddp_timeout`: a process that hangs is noticed only after {patience} s; a long step needs no more than the default"
         ));
     }
-    resolved.settings.interact()?;
+    context.interaction(&resolved.settings)?;
     Ok(resolved)
 }
 

@@ -2,7 +2,7 @@
 //! `plan` also predicts the time of a run on the CPU.
 
 use anyhow::{Context as _, Result};
-use omnigrpo_models::{Checkpoint, MediumShape};
+use omnigrpo_models::MediumShape;
 use omnigrpo_ops::{Device, Rates};
 use omnigrpo_text::Form;
 use omnigrpo_train::{
@@ -217,7 +217,7 @@ fn duration(secs: f64) -> String {
 /// Prints the memory and time that a run needs. Returns an error if the run does not fit into memory.
 pub fn show(resolved: &Resolved, context: &Context, objective: Objective, prepared: &Prepared) -> Result<()> {
     let forecast = prepared.forecast();
-    let ways = ways(resolved, context.checkpoint()?, prepared)?;
+    let ways = ways(resolved, context, prepared)?;
     let times = Times::new(&resolved.settings, objective, prepared)?;
     let exchange = Exchange::new(prepared, times.as_ref())?;
     if let Some(path) = &resolved.settings.io.json {
@@ -239,12 +239,12 @@ pub fn show(resolved: &Resolved, context: &Context, objective: Objective, prepar
 
 /// Returns an error if the permanent part of a run's memory does not fit, and warns if the total does not fit. Both name the flags
 /// that would make it fit.
-pub fn refuse(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<()> {
+pub fn refuse(resolved: &Resolved, context: &Context, prepared: &Prepared) -> Result<()> {
     let forecast = prepared.forecast();
     if forecast.allows(&forecast.need) {
         return Ok(());
     }
-    let Some(problem) = too_much(forecast, &ways(resolved, checkpoint, prepared)?) else { return Ok(()) };
+    let Some(problem) = too_much(forecast, &ways(resolved, context, prepared)?) else { return Ok(()) };
     if forecast.is_hopeless() {
         return Err(problem.into());
     }
@@ -273,12 +273,12 @@ fn too_much(forecast: &Forecast, ways: &[Way]) -> Option<Problem> {
 /// Returns an error if no flags suffice.
 pub fn fit(
     resolved: &Resolved,
-    checkpoint: &Checkpoint,
+    context: &Context,
     prepared: &Prepared,
     kept: &[&str],
 ) -> Result<(Flags, Memory)> {
     let forecast = prepared.forecast();
-    let mut ways = ways(resolved, checkpoint, prepared)?;
+    let mut ways = ways(resolved, context, prepared)?;
     let Some(problem) = too_much(forecast, &ways) else { return Ok((Flags::new(), forecast.need.memory)) };
     ways.retain(|way| way.flags.iter().all(|(name, _)| !kept.contains(name)));
     let way = ways.into_iter().find(|way| forecast.allows(&way.need)).ok_or(problem)?;
@@ -343,32 +343,34 @@ pub fn media_flags(s: &Settings, longest: &Longest) -> Vec<Flags> {
 }
 
 /// Returns the flags of [`media_flags`] that shorten the longest prompt of this run.
-pub fn shortening_flags(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Vec<Flags> {
+pub fn shortening_flags(resolved: &Resolved, context: &Context, prepared: &Prepared) -> Vec<Flags> {
     let mut flags = media_flags(&resolved.settings, prepared.longest());
     flags.retain(|flags| {
-        changed(resolved, flags).is_some_and(|settings| shortened(&settings, checkpoint, prepared).is_some())
+        changed(resolved, flags).is_some_and(|settings| shortened(&settings, context, prepared).is_some())
     });
     flags
 }
 
 /// Returns the longest rows with other settings of media; `None` if the longest prompt does not become shorter.
-fn shortened(settings: &Settings, checkpoint: &Checkpoint, prepared: &Prepared) -> Option<Longest> {
-    let (own, prompts) = (prepared.longest(), setup::prompts(settings, checkpoint, true).ok()?);
+fn shortened(settings: &Settings, context: &Context, prepared: &Prepared) -> Option<Longest> {
+    let (own, prompts) =
+        (prepared.longest(), context.prompts(settings, context.checkpoint().ok()?, true).ok()?);
     let longest = own.with(&prompts, prepared.variant().plan.objective)?;
     (longest.prompt_tokens() < own.prompt_tokens()).then_some(longest)
 }
 
 /// Returns the run with flags that reduce its memory: flags of media first, then those that change the results least.
-fn ways(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<Vec<Way>> {
+fn ways(resolved: &Resolved, context: &Context, prepared: &Prepared) -> Result<Vec<Way>> {
     let (device, own) = (prepared.devices()[0], prepared.longest());
     let objective = prepared.variant().plan.objective;
-    let media = shortening_flags(resolved, checkpoint, prepared);
+    let checkpoint = context.checkpoint()?;
+    let media = shortening_flags(resolved, context, prepared);
     let mut ways = Vec::new();
     for flags in reductions(&resolved.settings, prepared, &media) {
         // Flags that contradict another setting of the run are skipped.
         let Some(settings) = changed(resolved, &flags) else { continue };
         let of_media = flags.iter().any(|(name, _)| media.iter().any(|flags| flags[0].0 == *name));
-        let longest = of_media.then(|| shortened(&settings, checkpoint, prepared)).flatten();
+        let longest = of_media.then(|| shortened(&settings, context, prepared)).flatten();
         if of_media && longest.is_none() {
             continue;
         }
@@ -462,7 +464,7 @@ pub fn changed(resolved: &Resolved, flags: &[(&'static str, String)]) -> Option<
         let flag = flags::find(name).filter(|flag| flag.verbs.contains(&resolved.verb))?;
         values.set(Given::read(flag, &Raw::Arguments(vec![text.clone()]), Origin::Flag).ok()?);
     }
-    let settings = resolved.settings.with_values(&values).ok()?;
+    let settings = Settings::from_values(&values, resolved.settings.env.clone()).ok()?;
     rules::check(resolved.verb, &settings).is_empty().then_some(settings)
 }
 

@@ -49,11 +49,11 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     let keep = settings.io.keep;
     // Only this reward reads what the template opens.
     let prompts = match settings.model.name.as_ref().filter(|_| !settings.lacks_reward("format")) {
-        Some(_) => Some(setup::prompts(settings, &setup::checkpoint(settings)?, false)?),
+        Some(_) => Some(context.prompts(settings, &setup::checkpoint(settings)?, false)?),
         None => None,
     };
     let corpus = setup::corpus(settings, &dataset, 0..dataset.len());
-    let rewards = setup::rewards(settings, corpus.as_ref(), prompts.as_ref())?;
+    let rewards = context.rewards(settings, corpus.as_ref(), prompts.as_ref())?;
     let measures = settings.eval.measures.clone();
     let right = answer_reward(&rewards).map(|(name, best)| (name, measures.accuracy_threshold * best - 1e-9));
     if keep == Some(Keep::Passed) && right.is_none() {

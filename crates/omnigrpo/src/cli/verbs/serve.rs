@@ -24,7 +24,7 @@ pub fn serve(settings: &Settings, context: &Context) -> Result<()> {
     // Each request has its own limit, so a prompt must only leave room for one token.
     let mut open = settings.clone();
     open.prompts.max_completion_length = 1;
-    let prompts = setup::prompts(&open, checkpoint, false)?;
+    let prompts = context.prompts(&open, checkpoint, false)?;
     let name = settings.serve.name.clone().or_else(|| settings.model.name.clone());
     let given = settings.env.api_key.is_some();
     let options = Options {

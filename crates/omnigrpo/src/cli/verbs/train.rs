@@ -7,15 +7,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, split};
 use omnigrpo_guard::told;
-use omnigrpo_models::{Checkpoint, SharedDigests};
+use omnigrpo_models::{FrozenWeights, SharedDigests};
 use omnigrpo_observe::{DebugLog, Error as LogError, RunLock};
 use omnigrpo_ops::Device;
 use omnigrpo_ranks::Ranks;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    Algorithm, CardPlan, EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, Offload,
-    Output, Policy, Prepared, RecordPlan, ResumeFrom, ResumePlan, Run, RunPlan, RunSummary, Split, Trained,
-    room,
+    Algorithm, CardPlan, Curves, EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, Offload, Output,
+    Policy, Prepared, RecordPlan, ResumeFrom, ResumePlan, Run, RunPlan, RunSummary, Split, Trained, room,
 };
 use serde_json::{Map, Value};
 
@@ -128,8 +127,6 @@ fn of_orientation(resolved: &Resolved, output_dir: &Path) -> Result<Option<(Reso
     (flag.place.set)(&mut own.settings, &given.value)?;
     own.settings.rewards.scorers.orientation = own.settings.prompts.media.orientation;
     own.values.set(given);
-    // An environment opens pictures as well.
-    own.settings.interact()?;
     Ok(Some((own, format!("using --{ORIENTATION} {kept}: {why}"))))
 }
 
@@ -297,7 +294,7 @@ fn run_logged(
     let ranks = &context.ranks;
     let prepared = || {
         let (resolved, prepared) = prepare_in(lock.root(), resolved, context, objective)?;
-        plan::refuse(&resolved, context.checkpoint()?, &prepared)?;
+        plan::refuse(&resolved, context, &prepared)?;
         Ok((resolved, prepared))
     };
     // The first rank fills the caches of downloads and checks, which the others then read.
@@ -309,7 +306,8 @@ fn run_logged(
     }
     profile::enable(settings.log.profile);
     let trackers = watch::trackers(&resolved, lock.root(), context);
-    let output = Output { lock, observer, trackers };
+    let (asked, curves) = (context.functions.asked.clone(), Some(omnigrpo_watch::curves as Curves));
+    let output = Output { lock, observer, trackers, asked, curves };
     let trained = prepared.train(output, &context.console, &context.stop)?;
     if settings.log.profile && ranks.is_first() {
         context.print(&profile::table(&profile::take(), trained.summary.steps_here))?;
@@ -330,20 +328,22 @@ pub fn prepare(
     let checkpoint = context.checkpoint()?;
     remark(settings, context, device, objective)?;
     let dataset = setup::train_data(settings)?;
-    let (rows, eval) = held_out(settings, checkpoint, &dataset)?;
+    let (rows, eval) = held_out(settings, context, &dataset)?;
     let corpus = setup::corpus(settings, &dataset, rows.iter().copied());
-    let prompts = Arc::new(setup::prompts(settings, checkpoint, true)?);
+    let prompts = Arc::new(context.prompts(settings, checkpoint, true)?);
     let before = room::resident();
-    // Only the first rank scores.
-    let mut own = settings.clone();
     let digests = (context.ranks.size() > 1).then(SharedDigests::default);
-    let weights = &mut own.rewards.scorers.weights;
-    (weights.is_outline, weights.digests) = (!context.ranks.is_first(), digests.clone());
-    let rewards = setup::rewards(&own, corpus.as_ref(), Some(&prompts))?;
+    // Only the first rank scores.
+    let is_outline = !context.ranks.is_first();
+    let weights = FrozenWeights { is_outline, digests: digests.clone(), ..FrozenWeights::default() };
+    let rewards = setup::rewards(settings, corpus.as_ref(), Some(&prompts), (&context.functions, weights))?;
     // A smaller increase of memory cannot come from a model.
     let reward_bytes = Some(room::resident().saturating_sub(before)).filter(|&bytes| bytes > 16 << 20);
     let shuffled = match settings.rewards.temporal_order_bonus {
-        true => Some(Arc::new(setup::shuffled_prompts(settings, checkpoint)?)),
+        true => {
+            let interaction = context.interaction(settings)?;
+            Some(Arc::new(setup::prompts(settings, checkpoint, (true, true), interaction)?))
+        }
         false => None,
     };
     let leaves = output_dir.map_or(Ok(1), |dir| leaves(settings, &context.ranks, dir))?;
@@ -355,6 +355,7 @@ pub fn prepare(
         rows,
         eval,
         rewards,
+        interaction: context.interaction(settings)?,
         corpus,
         reward_bytes: reward_bytes.unwrap_or(0),
         reward_files: setup::reward_files(settings),
@@ -363,7 +364,7 @@ pub fn prepare(
         optimizer: settings.optimizer.clone(),
         selection: setup::selection(settings, checkpoint.family()),
         reference_device,
-        plan: run_plan(resolved, objective, leaves),
+        plan: run_plan(resolved, context, objective, leaves),
         check_rows: !settings.data.skip_check,
         cache_dir: Some(output_dir.map_or_else(|| settings.env.check_cache(), |dir| dir.join(".cache"))),
         media_bytes: setup::media_bytes(settings),
@@ -403,13 +404,15 @@ fn split_of(settings: &Settings, context: &Context, leaves: usize) -> Split {
 }
 
 /// Returns the plan of the settings, with the contents that only the program knows.
-fn run_plan(resolved: &Resolved, objective: Objective, leaves: usize) -> RunPlan {
+fn run_plan(resolved: &Resolved, context: &Context, objective: Objective, leaves: usize) -> RunPlan {
     let Settings { run, env, .. } = &resolved.settings;
     RunPlan {
         objective,
         resume: ResumePlan {
-            fingerprint: fingerprint(resolved, leaves),
+            fingerprint: fingerprint(resolved, context, leaves),
+            repeat_complete: context.functions.repeat_complete,
             before: binding::earlier(resolved.verb),
+            free: binding::free(resolved.verb),
             ..run.resume.clone()
         },
         records: RecordPlan {
@@ -419,7 +422,7 @@ fn run_plan(resolved: &Resolved, objective: Objective, leaves: usize) -> RunPlan
         },
         card: CardPlan {
             command: Some(command(resolved)),
-            curves: Some(omnigrpo_watch::curves),
+            settings: binding::shaping(&resolved.values, &resolved.settings, resolved.verb),
             ..run.card.clone()
         },
         ..run.clone()
@@ -427,9 +430,9 @@ fn run_plan(resolved: &Resolved, objective: Objective, leaves: usize) -> RunPlan
 }
 
 /// Returns what the user gave that must not change when the run resumes.
-fn fingerprint(resolved: &Resolved, leaves: usize) -> Map<String, Value> {
+fn fingerprint(resolved: &Resolved, context: &Context, leaves: usize) -> Map<String, Value> {
     let Resolved { values, settings, verb, .. } = resolved;
-    let code = settings.rewards.caller_digests.iter();
+    let code = context.functions.digests.iter();
     let code = code.map(|(name, digest)| (format!("code of {name}"), digest.as_str().into()));
     binding::binding(values, settings, *verb, leaves).into_iter().chain(code).collect()
 }
@@ -437,7 +440,7 @@ fn fingerprint(resolved: &Resolved, leaves: usize) -> Map<String, Value> {
 /// Returns the rows to train on, and the evaluation on other rows, if there are any.
 fn held_out(
     settings: &Settings,
-    checkpoint: &Checkpoint,
+    context: &Context,
     dataset: &Arc<Dataset>,
 ) -> Result<(Vec<u64>, Option<EvalPlan>)> {
     let (all, ratio) = (0..dataset.len(), settings.data.val_split_ratio);
@@ -451,7 +454,8 @@ fn held_out(
         return Ok((rows, None));
     }
     let eval = EvalPlan {
-        prompts: Arc::new(setup::prompts(settings, checkpoint, false)?),
+        prompts: Arc::new(context.prompts(settings, context.checkpoint()?, false)?),
+        interaction: context.interaction(settings)?,
         dataset: held_out.unwrap_or_else(|| Arc::clone(dataset)),
         rows: eval_rows,
         options: eval_options(settings),
@@ -467,7 +471,7 @@ fn eval_options(settings: &Settings) -> EvalOptions {
         1 => SamplingParams {
             max_completion_length: sampling.max_completion_length,
             seed: sampling.seed,
-            interaction: sampling.interaction,
+            turns: sampling.turns,
             ..SamplingParams::greedy()
         },
         _ => sampling,

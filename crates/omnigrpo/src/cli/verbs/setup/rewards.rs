@@ -1,18 +1,54 @@
 //! The rewards of a command and their references.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Result;
 use omnigrpo_data::Dataset;
 use omnigrpo_guard::{inside, told};
-use omnigrpo_models::PromptBuilder;
-use omnigrpo_rewards::{Compat, Corpus, RewardSet, opened_tag, spec_files};
+use omnigrpo_models::{FrozenWeights, PromptBuilder};
+use omnigrpo_rewards::{Compat, Corpus, Reward, RewardSet, opened_tag, spec_files};
 use omnigrpo_scorers::{RewardModel, ScorerOptions};
+use omnigrpo_train::{Asked, Peer};
 
 use super::hub::named_dir;
 use crate::settings::problem::Problem;
-use crate::settings::{CallerRewards, Settings};
+use crate::settings::{Settings, of_caller};
+
+/// What a program hands in that runs a command in its process.
+#[derive(Clone, Default)]
+pub struct Functions {
+    /// Function that returns the reward `caller:NAME` for a name.
+    pub rewards: Option<Arc<MakeReward>>,
+    /// Environment `caller:NAME`.
+    pub environment: Option<Arc<dyn Peer>>,
+    /// Digest of the code of each function, by the function's name. A run resumes only with the same digests.
+    pub digests: BTreeMap<String, String>,
+    /// What other threads ask of a run.
+    pub asked: Asked,
+    /// True to start a complete run from the beginning, instead of leaving it as it is.
+    pub repeat_complete: bool,
+}
+
+/// Function that returns the reward for a name.
+type MakeReward = dyn Fn(&str) -> Option<Box<dyn Reward>> + Send + Sync;
+
+impl Functions {
+    /// Creates the reward for a name.
+    ///
+    /// # Errors
+    /// Returns an error if the program has no such reward, as when its run is started again from the command line.
+    fn reward(&self, name: &str) -> Result<Box<dyn Reward>, Problem> {
+        self.rewards.as_ref().and_then(|make| make(name)).ok_or_else(|| {
+            Problem::usage("the reward is a function of the program that started the run")
+                .at("--reward_funcs")
+                .got(format!("`caller:{name}`"))
+                .expected("a reward by name, a program, `FILE.py:FUNCTION` or an address")
+                .help("start the run from that program, or write the function to a file")
+        })
+    }
+}
 
 /// Returns the references of these rows if a reward needs them.
 pub fn corpus(settings: &Settings, dataset: &Dataset, rows: impl IntoIterator<Item = u64>) -> Option<Corpus> {
@@ -33,6 +69,7 @@ pub fn rewards(
     settings: &Settings,
     corpus: Option<&Corpus>,
     prompts: Option<&PromptBuilder>,
+    (functions, weights): (&Functions, FrozenWeights),
 ) -> Result<RewardSet> {
     let asked = &settings.rewards;
     let wants = |name: &str| !settings.lacks_reward(name);
@@ -59,6 +96,7 @@ pub fn rewards(
         bertscore_model: dir("--bertscore_model", wants("bertscore"), &asked.scorers.bertscore_model)?,
         frequencies: options.cider.clone(),
         references: corpus.map_or_else(Vec::new, |corpus| corpus.texts.clone()),
+        weights: weights.clone(),
         ..asked.scorers.clone()
     };
     let mut made = omnigrpo_scorers::table()
@@ -68,8 +106,8 @@ pub fn rewards(
         .collect::<Result<Vec<_>, _>>()?;
     let mut names = asked.funcs.clone();
     for spec in &mut names {
-        if let Some(name) = CallerRewards::named(spec) {
-            made.push(asked.caller.make(name)?);
+        if let Some(name) = of_caller(spec) {
+            made.push(functions.reward(name)?);
             *spec = name.to_owned();
             continue;
         }
@@ -77,7 +115,7 @@ pub fn rewards(
         let at = |problem: Problem| problem.at("--reward_funcs");
         let dir = named_dir("the reward model", place, settings).map_err(at)?;
         let render = settings.prompts.render.clone();
-        let model = RewardModel::load(name, &dir, asked.scorers.weights.clone(), render).map_err(|e| {
+        let model = RewardModel::load(name, &dir, weights.clone(), render).map_err(|e| {
             at(Problem::failure(format!("the reward model `{place}` cannot be used")).got(told(&e)))
         })?;
         made.push(Box::new(model));
@@ -114,5 +152,6 @@ pub fn text_rewards(settings: &Settings, dataset: &Dataset) -> Result<Option<Rew
     if asked.funcs.is_empty() {
         return Ok(None);
     }
-    rewards(&textual, corpus(&textual, dataset, 0..dataset.len()).as_ref(), None).map(Some)
+    let with = (&Functions::default(), FrozenWeights::default());
+    rewards(&textual, corpus(&textual, dataset, 0..dataset.len()).as_ref(), None, with).map(Some)
 }
