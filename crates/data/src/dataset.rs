@@ -299,7 +299,12 @@ impl RowReader {
 impl DatasetPart {
     /// Adds everything that determines the rows to a hash.
     fn feed(&self, hash: &mut Sha256) -> Result<(), DataError> {
-        let said = json!([&*self.name, self.file.len(), format!("{:?}", self.think), self.columns]);
+        // The words of version 0.2.0, whose checkpoints store the digest.
+        let think = match self.think {
+            Think::On => "On",
+            Think::Off => "Off",
+        };
+        let said = json!([&*self.name, self.file.len(), think, self.columns]);
         hash.update(said.to_string());
         self.file.feed(&mut |bytes| hash.update(bytes))?;
         self.chosen.iter().flatten().for_each(|&row| hash.update(row.to_le_bytes()));

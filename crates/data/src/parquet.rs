@@ -49,7 +49,8 @@ pub(crate) fn unpack(input: &Path, cache_dir: &Path) -> Result<PathBuf, DataErro
     let real = input.canonicalize().map_err(DataError::io("open", input))?;
     let metadata = real.metadata().map_err(DataError::io("open", input))?;
     let modified = metadata.modified().map_err(DataError::io("open", input))?;
-    let key = format!("{}\0{}\0{modified:?}", real.display(), metadata.len());
+    let modified = modified.duration_since(std::time::UNIX_EPOCH).unwrap_or_default().as_nanos();
+    let key = format!("{}\0{}\0{modified}", real.display(), metadata.len());
     let (tables, folder) = (cache_dir.join("parquet"), media_folder(cache_dir));
     for own in [&tables, &folder] {
         own_folder(own).map_err(DataError::io("unpack a table into the cache folder", own))?;

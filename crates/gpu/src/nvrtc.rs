@@ -218,7 +218,9 @@ impl Nvrtc {
         until: Option<Instant>,
     ) -> Result<Vec<u8>> {
         let mut hash = Sha256::new();
-        for part in [PRIMITIVES, text, &options(arch).join(" "), &format!("{:?}", self.version)] {
+        for part in
+            [PRIMITIVES, text, &options(arch).join(" "), &self.version.map(|part| part.to_string()).join(".")]
+        {
             hash.update((part.len() as u64).to_le_bytes());
             hash.update(part);
         }

@@ -145,7 +145,8 @@ fn name_of(medium: &MediumRef, settings: &MediaSettings) -> Option<Name> {
         // Opening anything but a regular file might block forever.
         left = left.checked_sub(about.len()).filter(|_| about.is_file())?;
         // Decoders may choose the format by the file name extension.
-        hash.update(format!("{:?} {}\n", path.extension(), about.len()));
+        hash.update(path.extension().map_or(&[][..], |ending| ending.as_encoded_bytes()));
+        hash.update(format!("\0{}\n", about.len()));
         let mut file = File::open(&path).ok()?.take(about.len());
         loop {
             match file.read(&mut piece).ok()? {
@@ -165,6 +166,6 @@ fn name_of(medium: &MediumRef, settings: &MediaSettings) -> Option<Name> {
         ..settings.clone()
     };
     let drawn = settings.drawn(medium);
-    hash.update(format!("{:?} {:?} {rest:?} {drawn:?}", medium.kind, medium.options));
+    hash.update(serde_json::to_vec(&(medium.kind, &medium.options, &rest, drawn)).ok()?);
     Some(hash.finalize().into())
 }

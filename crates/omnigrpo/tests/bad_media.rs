@@ -516,8 +516,12 @@ fn a_sideways_photo_is_turned_and_an_older_run_keeps_its_pixels() {
     let told = place.run(&line(4, "--orientation upright --allow_changed_settings")).ok().stderr;
     assert!(told.contains("orientation: \"stored\" → \"upright\""), "{told}");
     // A run that starts from the beginning beside the older checkpoint turns pictures.
-    let told = place.run(&into("other", &line(2, "--learning_rate 1e-4"))).ok().stderr;
-    assert!(told.contains("so it has the orientation of its settings"), "{told}");
+    let other = place.run(&into("other", &line(2, "--learning_rate 1e-4")));
+    other.fails(1, &["learning_rate: 1e-6 → 0.0001", "--resume_from_checkpoint never"]);
+    let told = place
+        .run(&into("other", &line(2, "--learning_rate 1e-4 --resume_from_checkpoint never")))
+        .ok()
+        .stderr;
     assert!(told.contains("starting from the beginning") && told.contains("they are turned\n"), "{told}");
     assert!(place.text("other/config.yaml").contains("orientation: upright"));
     assert!(place.exists("other/superseded-1/checkpoint-1"));

@@ -256,8 +256,9 @@ fn what_a_run_depends_on_is_told_by_what_it_holds_and_not_by_where_it_lies() {
 
     // Another answer with the same length.
     place.write("mine.jsonl", support::ROWS.replace("square", "circle"));
-    let labels = place.run(&line("moved", "mine.jsonl", 4)).ok().stderr;
-    assert!(labels.contains("its settings differ (dataset: content has changed"), "{labels}");
+    place.run(&line("moved", "mine.jsonl", 4)).fails(1, &["other settings (dataset: content has changed"]);
+    assert!(place.exists("run/checkpoint-3") && !place.exists("run/superseded-1"));
+    let labels = place.run(&(line("moved", "mine.jsonl", 4) + " --resume_from_checkpoint never")).ok().stderr;
     assert!(labels.contains("run/superseded-1") && !labels.contains("resuming"), "{labels}");
     // Another picture with the same name and length.
     let mut picture = place.bytes("shapes.png");

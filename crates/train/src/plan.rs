@@ -54,7 +54,8 @@ pub enum EvalWhen {
 pub enum ResumeFrom {
     /// Start without a checkpoint.
     Start,
-    /// Newest loadable checkpoint of the run directory, if its settings match; otherwise a start without a checkpoint.
+    /// Newest loadable checkpoint of the run directory, or a start without a checkpoint if there is none. It is an error if its settings
+    /// differ.
     #[default]
     Newest,
     /// Newest checkpoint; it is an error if there is none.
@@ -152,8 +153,8 @@ pub struct ResumePlan {
     pub from: ResumeFrom,
     /// True to resume from a checkpoint even if its settings differ from this run's.
     pub allow_changed: bool,
-    /// True to start a run from the beginning if its newest checkpoint is the last one and the trained model was written. Otherwise
-    /// nothing is left to do.
+    /// True to start a run from the beginning if its newest checkpoint is the last one and the trained model was written, or was written with
+    /// other settings. Otherwise nothing is left to do, or the run ends with an error.
     pub repeat_complete: bool,
     /// Settings and inputs that must match between a checkpoint and the run that resumes it.
     pub fingerprint: Map<String, Value>,

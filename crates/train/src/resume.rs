@@ -159,6 +159,10 @@ impl Search<'_> {
                 Ok(state) => match (differing(self.run, &state), &failed) {
                     (None, _) => self.load(path, state),
                     (Some(_), Some(_)) => continue,
+                    (Some(differing), None) if starts_again(self.run, &state) => {
+                        why = format!("its settings differ ({differing})");
+                        return Ok(Start::Anew { why });
+                    }
                     (Some(differing), None) => {
                         return Err(written_otherwise(self.run, &path, &state, &differing));
                     }
@@ -343,6 +347,7 @@ pub(crate) fn expected(run: &RunPlan, dir: &Path, total_steps: u64) -> Result<Op
         };
         return match differing(run, &state) {
             None => Ok(Some((path, state.global_step))),
+            Some(_) if !named && starts_again(run, &state) => Ok(None),
             Some(differing) => Err(written_otherwise(run, &path, &state, &differing)),
         };
     }
@@ -353,6 +358,12 @@ pub(crate) fn expected(run: &RunPlan, dir: &Path, total_steps: u64) -> Result<Op
 fn repeats(run: &RunPlan, dir: &Path, state: &TrainerState, total_steps: u64) -> bool {
     // A run writes its card after the trained model.
     run.resume.repeat_complete && state.global_step >= total_steps && dir.join("README.md").is_file()
+}
+
+/// Returns true if a run with other settings than this checkpoint's starts from the beginning instead of ending with an error. A checkpoint of
+/// an earlier version, which read less of the rows, is always an error.
+fn starts_again(run: &RunPlan, state: &TrainerState) -> bool {
+    run.resume.repeat_complete && newly_joined(run, state).is_none()
 }
 
 /// Returns the columns of the rows that are part of the prompts now and were not when the checkpoint was written, if nothing else

@@ -674,7 +674,7 @@ fn a_damaged_checkpoint_is_an_error_not_a_crash() {
 }
 
 #[test]
-fn checkpoints_of_other_settings_are_set_aside() {
+fn checkpoints_of_other_settings_end_the_run_or_are_set_aside() {
     let place = Place::new();
     let new = |beta: f64| {
         let mut setup = place.setup("run");
@@ -695,7 +695,14 @@ fn checkpoints_of_other_settings_are_set_aside() {
     let message = told(&run(named).unwrap_err());
     assert!(message.contains("beta: 0.04 → 0.1"), "{message}");
 
-    run(new(0.1)).unwrap();
+    // So is resuming from the newest one. Nothing is moved.
+    let message = told(&run(new(0.1)).unwrap_err());
+    assert!(message.contains("beta: 0.04 → 0.1") && message.contains("never"), "{message}");
+    assert!(!out.join("superseded-1").exists());
+    // A program that trains again starts from the beginning.
+    let mut again = new(0.1);
+    again.run.resume.repeat_complete = true;
+    run(again).unwrap();
     assert_eq!(checkpoints(&out.join("superseded-1")), ["checkpoint-1", "checkpoint-2"]);
     let mut start = new(0.1);
     start.run.resume.from = ResumeFrom::Start;

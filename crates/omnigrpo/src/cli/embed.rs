@@ -150,7 +150,7 @@ pub fn leave() {
 /// Returns the failure of the run. A run that was asked to stop is not a failure; its summary says so. After a failure, the process
 /// is no rank any more.
 pub fn train(resolved: Resolved, caller: Caller) -> Result<(RunSummary, Loaded), Problem> {
-    let objective = if resolved.verb == Verb::Sft { Objective::Imitate } else { Objective::Reinforce };
+    let objective = objective_of(resolved.verb);
     let ranks = own_rank().as_ref().map_or_else(Ranks::default, |rank| rank.ranks.clone());
     let done = run_as(ranks, resolved, caller, |resolved, context| {
         let Trained { model, summary } = verbs::train::once(resolved, context, objective, |_| Ok(()))?;
@@ -178,16 +178,17 @@ pub fn evaluate(resolved: Resolved, caller: Caller) -> Result<Evaluation, Proble
 /// # Errors
 /// Returns an error if the run cannot work.
 pub fn plan(mut resolved: Resolved, caller: Caller) -> Result<Value, Problem> {
-    let numbers = tempfile::NamedTempFile::new().map_err(|error| Problem::from_error(&error))?;
     resolved.settings.io.dry_run = true;
-    resolved.settings.io.json = Some(numbers.path().to_owned());
     run(resolved, caller, |resolved, context| {
-        match resolved.verb {
-            Verb::Sft => verbs::train::sft(resolved, context)?,
-            _ => verbs::train::train(resolved, context)?,
-        }
-        Ok(serde_json::from_reader(std::fs::File::open(numbers.path())?)?)
+        let objective = objective_of(resolved.verb);
+        let planned = verbs::train::planned(resolved, context, objective)?;
+        planned.tables.lines().for_each(|line| context.console.line(line));
+        planned.problem.map_or(Ok(planned.numbers), |problem| Err(problem.into()))
     })
+}
+
+fn objective_of(verb: Verb) -> Objective {
+    if verb == Verb::Sft { Objective::Imitate } else { Objective::Reinforce }
 }
 
 /// A model in memory, for questions and scores.

@@ -206,8 +206,8 @@ pub const FLAGS: &[Flag] = &[
         LOOP,
     )
     .help(
-        "`auto` resumes from the newest checkpoint that loads, if its settings and inputs are those of this \
-             run, and starts from the beginning otherwise; `must` fails instead of starting; `never` starts; a \
+        "`auto` resumes from the newest checkpoint that loads, and starts from the beginning if there is none; settings \
+             or inputs that differ from the checkpoint's are an error. `must` fails instead of starting; `never` starts; a \
              path resumes from that checkpoint. Files of an earlier run move to `superseded-N` and are never \
              removed.",
     )

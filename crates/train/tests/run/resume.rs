@@ -600,12 +600,41 @@ fn changed_settings_go_on_where_that_is_allowed() {
     let mut other = new(1e-4, 6);
     other.run.resume.fingerprint.remove("learning_rate");
     other.run.resume.fingerprint.insert("dataset".into(), json!("0123456789abcdef0123456789abcdef"));
-    let (result, text) = shown(other);
-    result.unwrap();
-    assert!(
-        text.contains("learning_rate: 0.0001 → unset") && text.contains("starting from the beginning"),
-        "{text}"
-    );
+    let refused = told(&shown(other).0.unwrap_err());
+    let parts = ["learning_rate: 0.0001 → unset", "start from the beginning"];
+    assert!(parts.iter().all(|part| refused.contains(part)), "{refused}");
+
+    // An earlier version stored settings that bind nothing, one that is gone, and the parts of the batch.
+    let older = |gone: i64| {
+        let mut setup = new(1e-4, 6);
+        let (fingerprint, before) = (&mut setup.run.resume.fingerprint, &mut setup.run.resume.before);
+        fingerprint.insert("gone".into(), json!(gone));
+        fingerprint.insert("port".into(), json!(gone));
+        fingerprint.insert("per_device_train_batch_size".into(), json!(1));
+        fingerprint.insert("gradient_accumulation_steps".into(), json!(2));
+        before.insert("gone".into(), json!(7));
+        setup
+    };
+    let now = |prompts: u64| {
+        let mut setup = new(1e-4, 7);
+        setup.run.resume.fingerprint.insert("prompts_per_step".into(), json!(prompts));
+        setup.run.resume.before.insert("gone".into(), json!(7));
+        setup.run.resume.free = vec!["port", "per_device_train_batch_size", "gradient_accumulation_steps"];
+        setup
+    };
+    for (gone, prompts, why) in [(7, 2, ""), (8, 2, "gone: 8 → unset"), (7, 4, "prompts_per_step: 2 → 4")]
+    {
+        let place = Place::new();
+        let at = |mut setup: TrainSetup| {
+            setup.lock = RunLock::acquire(&place.out("older"), "this test").unwrap();
+            setup
+        };
+        run(at(older(gone))).unwrap();
+        match run(at(now(prompts))) {
+            Ok(summary) => assert!(why.is_empty() && summary.steps_here == 1, "{gone} {prompts}"),
+            Err(error) => assert!(!why.is_empty() && told(&error).contains(why), "{}", told(&error)),
+        }
+    }
     let mut data = new(1e-4, 8);
     data.run.resume.fingerprint.remove("learning_rate");
     data.run.resume.fingerprint.insert("dataset".into(), json!("ffffffffffffffff0123456789abcdef"));

@@ -214,27 +214,44 @@ fn duration(secs: f64) -> String {
     }
 }
 
-/// Prints the memory and time that a run needs. Returns an error if the run does not fit into memory.
-pub fn show(resolved: &Resolved, context: &Context, objective: Objective, prepared: &Prepared) -> Result<()> {
+/// Memory and time that a run needs.
+pub struct Planned {
+    /// The numbers, as `--json` writes them.
+    pub numbers: Json,
+    /// The same as tables.
+    pub tables: String,
+    /// The reason why the run does not fit into memory.
+    pub problem: Option<Problem>,
+}
+
+/// Predicts the memory and the time of a run.
+pub fn plan(
+    resolved: &Resolved,
+    context: &Context,
+    objective: Objective,
+    prepared: &Prepared,
+) -> Result<Planned> {
     let forecast = prepared.forecast();
     let ways = ways(resolved, context, prepared)?;
     let times = Times::new(&resolved.settings, objective, prepared)?;
     let exchange = Exchange::new(prepared, times.as_ref())?;
-    if let Some(path) = &resolved.settings.io.json {
-        let mut found = as_json(forecast, &ways);
-        found["time"] = times.as_ref().map_or(Json::Null, Times::as_json);
-        found["exchange"] = exchange.as_ref().map_or(Json::Null, Exchange::as_json);
-        let text = serde_json::to_string_pretty(&found)?;
+    let mut numbers = as_json(forecast, &ways);
+    numbers["time"] = times.as_ref().map_or(Json::Null, Times::as_json);
+    numbers["exchange"] = exchange.as_ref().map_or(Json::Null, Exchange::as_json);
+    let mut tables = table(forecast, &ways, prepared.split().ranks.size());
+    tables.extend(times.map(|times| times.table(prepared.split().ranks.size())));
+    tables.extend(exchange.map(|exchange| exchange.table()));
+    Ok(Planned { numbers, tables, problem: too_much(forecast, &ways) })
+}
+
+/// Prints the plan of a run, and writes its numbers to the file of `--json`. Returns an error if the run does not fit into memory.
+pub fn show(planned: Planned, settings: &Settings, context: &Context) -> Result<()> {
+    if let Some(path) = &settings.io.json {
+        let text = serde_json::to_string_pretty(&planned.numbers)?;
         std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
     }
-    let mut text = table(forecast, &ways, prepared.split().ranks.size());
-    text.extend(times.map(|times| times.table(prepared.split().ranks.size())));
-    text.extend(exchange.map(|exchange| exchange.table()));
-    context.print(&text)?;
-    match too_much(forecast, &ways) {
-        Some(problem) => Err(problem.into()),
-        None => Ok(()),
-    }
+    context.print(&planned.tables)?;
+    planned.problem.map_or(Ok(()), |problem| Err(problem.into()))
 }
 
 /// Returns an error if the permanent part of a run's memory does not fit, and warns if the total does not fit. Both name the flags

@@ -19,8 +19,9 @@ use omnigrpo_train::{
 use serde_json::{Map, Value};
 
 use super::notify::{Event, Notifier};
+use super::plan::{self, Planned};
 use super::push::Pusher;
-use super::{Context, plan, print, profile, setup, watch};
+use super::{Context, print, profile, setup, watch};
 use crate::cli::ranks::{connect_gpus, leaves, saved, together};
 use crate::settings::flags::find;
 use crate::settings::values::{Given, Origin, Raw};
@@ -41,11 +42,16 @@ pub fn sft(resolved: &Resolved, context: &Context) -> Result<()> {
 fn start(resolved: &Resolved, context: &Context, objective: Objective) -> Result<()> {
     let settings = &resolved.settings;
     if settings.io.dry_run {
-        let prepared = prepare(resolved, context, objective, None)?;
-        return plan::show(resolved, context, objective, &prepared);
+        return plan::show(planned(resolved, context, objective)?, settings, context);
     }
     once(resolved, context, objective, |summary| finish(summary, resolved, context.ranks.is_first()))
         .map(drop)
+}
+
+/// Predicts the memory and the time of a run.
+pub fn planned(resolved: &Resolved, context: &Context, objective: Objective) -> Result<Planned> {
+    let prepared = prepare(resolved, context, objective, None)?;
+    plan::plan(resolved, context, objective, &prepared)
 }
 
 /// Locks the run directory, trains, reports, and pushes the trained model if the settings request it.
