@@ -58,7 +58,9 @@ fn place() -> Place {
     let place = Place::new();
     let rows: String = ROWS.lines().take(2).map(|row| format!("{row}\n")).collect();
     place.write("rows.jsonl", &rows);
-    place.write("copy.jsonl", &rows);
+    fs::create_dir(place.path("moved")).unwrap();
+    place.write("moved/rows.jsonl", &rows);
+    fs::copy(place.path("shapes.png"), place.path("moved/shapes.png")).unwrap();
     let registry = "mine: {annotation_path: rows.jsonl, data_path: .}\n";
     place.write("own.yaml", registry);
     place.write("other.yaml", format!("# The same rows.\n{registry}"));
@@ -142,13 +144,57 @@ fn the_program_resumes_with_another_value_of_a_free_setting() {
         assert!(told.contains("at step 2 of 3"), "{name}: {told}");
         if ROUNDING.contains(&name.as_str()) {
             assert!(
-                told.contains(&format!("`{name}`")) && told.contains("differ by rounding"),
+                told.contains(&format!("resuming with --{name}")) && told.contains("differ by rounding"),
                 "{name}: {told}"
             );
         } else {
             assert!(weights(&place.path(&name)) == *bits, "{name} changes the bits");
         }
     }
+}
+
+/// A run of version 0.2.0, written by its program (`train`, with the flags in its `config.yaml`), resumes in the middle of a rollout, by the
+/// same command and by its own file of settings. The files that a checkpoint copies from the model are added here, and the sums of the
+/// checkpoint are checked.
+#[test]
+fn a_run_of_version_0_2_0_resumes() {
+    let place = Place::new();
+    let release = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/run-0.2.0");
+    copy_dir(&golden(MODEL), &place.path("model"));
+    fs::copy(release.join("rows.jsonl"), place.path("rows.jsonl")).unwrap();
+    let flags = "train --model_name_or_path model --train_file rows.jsonl --reward_funcs random --num_generations 2 --max_completion_length 4 \
+                 --per_device_train_batch_size 1 --gradient_accumulation_steps 2 --beta 0 --learning_rate 1e-3 --lr_scheduler_type constant \
+                 --save_steps 1 --save_total_limit 1 --max_pixels 12544 --num_iterations 2 --use_peft --lora_r 2 --lora_alpha 4 --max_steps 5";
+    for (dir, line) in [("run", flags), ("settings", "train --config settings/config.yaml --max_steps 5")] {
+        copy_dir(&release.join("run"), &place.path(dir));
+        for name in [
+            "chat_template.jinja",
+            "generation_config.json",
+            "preprocessor_config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ] {
+            fs::copy(place.path("model").join(name), place.path(dir).join("checkpoint-3").join(name))
+                .unwrap();
+        }
+        let told = place.run(&format!("{line} --output_dir {dir}")).ok().stderr;
+        assert!(
+            told.contains("at step 3 of 5") && told.contains("using --orientation stored"),
+            "{dir}: {told}"
+        );
+        let state: Value =
+            serde_json::from_slice(&place.bytes(&format!("{dir}/checkpoint-5/trainer_state.json"))).unwrap();
+        assert_eq!(state["version"], env!("CARGO_PKG_VERSION"));
+    }
+    assert!(weights(&place.path("run")) == weights(&place.path("settings")));
+    // A setting on which the result depends is an error that names it.
+    place
+        .run(
+            &format!("{flags} --output_dir run --max_steps 6 --lora_alpha 8")
+                .replace("--max_steps 5", "")
+                .replace("--lora_alpha 4 ", ""),
+        )
+        .fails(1, &["lora_alpha: 4.0 → 8.0", "--resume_from_checkpoint never"]);
 }
 
 /// What the console was told.
@@ -187,7 +233,8 @@ fn the_library_resumes_with_another_value_of_a_free_setting() {
         let rows = Dataset::open(&[DatasetSpec::file(place.path("rows.jsonl"))], &settings.read).unwrap();
         let rewards = build_rewards(&["random"], &RewardOptions::default()).unwrap();
         let told = Told::default();
-        let front = Front { console: Console::plain(told.clone()), ..Front::default() };
+        let mut front = Front::default();
+        front.console = Console::plain(told.clone());
         let summary =
             omnigrpo::train(Inputs::new(model, prompts, rows, rewards), plan, front).unwrap().summary;
         let told = String::from_utf8(told.0.lock().unwrap().clone()).unwrap();
