@@ -81,8 +81,8 @@ function madeUp() {
   const all = Array.from({ length: 60 }, (_, at) => at + 1);
   // Lines that are no rows hide none.
   writeFileSync(join(dir, 'metrics.jsonl'), `null\n[1]\n5\n{"step":"7"}\n${all.map((step) => `${metrics(step)}\n`).join('')}`);
-  const problem = (step, rule, begins, text) => JSON.stringify({ step, rule, begins, since: 8, text });
-  writeFileSync(join(dir, 'warnings.jsonl'), [problem(10, 'cut_off', true, 'all completions are cut off'), problem(20, 'cut_off', false, ''), problem(50, 'ran_away', true, 'the policy ran away')].map((line) => `${line}\n`).join(''));
+  const problem = (step, rule, begins, text) => JSON.stringify({ step, time: '', kind: 'problem', rule, begins, since: 8, text });
+  writeFileSync(join(dir, 'events.jsonl'), [problem(10, 'cut_off', true, 'all completions are cut off'), problem(20, 'cut_off', false, ''), problem(50, 'ran_away', true, 'the policy ran away')].map((line) => `${line}\n`).join(''));
   // An evaluation that is incomplete.
   writeFileSync(join(dir, 'eval/step-000030.jsonl'), '{}\n');
   for (const step of all) {

@@ -9,7 +9,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use regex::Regex;
 
-use crate::error::{LLM, LORA_DROPOUT, LORA_RANK, LORA_TARGETS, ModelError, PATTERNS, Result};
+use crate::error::{LORA_DROPOUT, LORA_RANK, LORA_TARGETS, ModelError, Result};
 use crate::model::Model;
 
 /// Largest accepted rank. It is far above any practical value and bounds the memory that a file can make the program allocate.
@@ -182,7 +182,7 @@ impl Model {
                     target,
                     if head {
                         format!(
-                            "the output head does not support an adapter; train it in full with {LLM} and {PATTERNS}"
+                            "the output head does not support an adapter; leave it out of {LORA_TARGETS}, or select its weights and train without adapters"
                         )
                     } else {
                         format!(

@@ -14,8 +14,10 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressState, P
 use omnigrpo_grpo::metric;
 use omnigrpo_guard::inside;
 
-use crate::text::{count, escape, fit, span, wrap};
-use crate::{Activity, Error, Latest, Metric, latest_table};
+use crate::events::Recorder;
+use crate::run_dir::{names, replaced};
+use crate::text::{count, escape, fit, now, span, wrap};
+use crate::{Activity, Error, Event, Latest, Metric, latest_table};
 
 /// Number of progress lines per stage in a plain log.
 const PLAIN_PARTS: u64 = 10;
@@ -49,6 +51,7 @@ struct Inner {
     sink: Sink,
     colour: bool,
     log: Mutex<Option<File>>,
+    record: Mutex<Recorder>,
     last_line: Mutex<Instant>,
     plain_every: Duration,
     activity: Activity,
@@ -58,6 +61,35 @@ enum Sink {
     /// Bars, with a fixed width if it differs from that of the terminal.
     Terminal(MultiProgress, Option<usize>),
     Plain(Mutex<Box<dyn Write + Send>>),
+    Listener(Mutex<Listener>),
+}
+
+type Listener = Box<dyn FnMut(Tone, &str) + Send>;
+
+/// Meaning of a line for the reader.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tone {
+    /// Course of the work.
+    Note,
+    /// Something that the user needs now, such as the address of a page.
+    Notice,
+    /// Something that the user should change.
+    Warning,
+    /// The reason why the work ended.
+    Error,
+}
+
+impl Tone {
+    /// Returns the name: `note`, `notice`, `warning` or `error`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Note => "note",
+            Self::Notice => "notice",
+            Self::Warning => "warning",
+            Self::Error => "error",
+        }
+    }
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -88,13 +120,20 @@ impl Console {
         Self::plain_every(out, PLAIN_EVERY)
     }
 
+    /// Passes each line with its meaning to `listener`.
+    #[must_use]
+    pub fn listener(listener: impl FnMut(Tone, &str) + Send + 'static) -> Self {
+        Self::new(Sink::Listener(Mutex::new(Box::new(listener))), false, PLAIN_EVERY)
+    }
+
     fn plain_every(out: impl Write + Send + 'static, every: Duration) -> Self {
         Self::new(Sink::Plain(Mutex::new(Box::new(out))), false, every)
     }
 
     fn new(sink: Sink, colour: bool, plain_every: Duration) -> Self {
-        let (log, last_line) = (Mutex::new(None), Mutex::new(Instant::now()));
-        Self(Arc::new(Inner { sink, colour, log, last_line, plain_every, activity: Activity::default() }))
+        let (log, record, last_line) = (Mutex::new(None), Mutex::default(), Mutex::new(Instant::now()));
+        let activity = Activity::default();
+        Self(Arc::new(Inner { sink, colour, log, record, last_line, plain_every, activity }))
     }
 
     /// Also appends every later line to this file, with the time at which it was written.
@@ -109,13 +148,45 @@ impl Console {
         Ok(())
     }
 
+    /// Also records every later [`Event`] in this file, and those before which are not in a file yet. The latter get this step.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be written.
+    pub fn record_to(&self, path: &Path, step: u64) -> Result<(), Error> {
+        locked(&self.0.record).open(path, step)
+    }
+
+    /// Waits until all events are on disk.
+    ///
+    /// # Errors
+    /// Returns an error if one of them could not be written.
+    pub fn sync_record(&self) -> Result<(), Error> {
+        locked(&self.0.record).sync()
+    }
+
+    /// Ends the record of events. A later run can begin its own.
+    pub fn end_record(&self) {
+        locked(&self.0.record).close();
+    }
+
+    /// Records an event and shows its line. Without a step, it has the step in progress, or else that of the event before.
+    pub fn event(&self, step: Option<u64>, event: &Event) {
+        let (step, in_place) = locked(&self.0.record).add(step.or_else(|| self.0.activity.step()), event);
+        if event.is_shown() {
+            self.say(&event.line(step), event.tone());
+        }
+        if !in_place {
+            self.warning(&replaced(names::EVENTS));
+        }
+    }
+
     /// Returns the width of the terminal in columns, or 80 without a terminal.
     #[must_use]
     pub fn width(&self) -> usize {
         let terminal = || Some(usize::from(terminal_size::terminal_size_of(io::stderr())?.0.0));
         match &self.0.sink {
             Sink::Terminal(_, columns) => columns.or_else(terminal).unwrap_or(COLUMNS).max(1),
-            Sink::Plain(_) => COLUMNS,
+            Sink::Plain(_) | Sink::Listener(_) => COLUMNS,
         }
     }
 
@@ -128,7 +199,7 @@ impl Console {
     /// Writes to the log file only, if there is one.
     pub fn log(&self, text: &str) {
         if let Some(log) = locked(&self.0.log).as_mut() {
-            let now = jiff::Timestamp::now().round(jiff::Unit::Second).unwrap_or_default();
+            let now = now();
             let lines: String = escape(text).lines().map(|line| format!("{now} {line}\n")).collect();
             // Output errors are ignored, as the type documents.
             let _ = log.write_all(lines.as_bytes());
@@ -137,31 +208,41 @@ impl Console {
 
     /// Writes one or more lines, above any bars.
     pub fn line(&self, text: &str) {
-        self.say(text, &[]);
+        self.say(text, Tone::Note);
     }
 
-    /// Writes a line without copying it to the log file, because it contains a secret.
+    /// Writes a line that the user needs now, even where other lines are hidden.
+    pub fn notice(&self, text: &str) {
+        self.say(text, Tone::Notice);
+    }
+
+    /// Writes a notice without copying it to the log file, because it contains a secret.
     pub fn unlogged(&self, text: &str) {
-        self.show(text, &[]);
+        self.show(text, Tone::Notice, &[]);
     }
 
-    /// Writes a line with the prefix `warning:`.
+    /// Records a warning, and writes it with the prefix `warning:`.
     pub fn warning(&self, text: &str) {
-        self.say(&format!("warning: {text}"), &[("warning:", YELLOW)]);
+        self.event(None, &Event::Warning { text: text.to_owned() });
     }
 
     /// Writes an error. The text already begins with `error:`.
     pub fn error(&self, text: &str) {
-        self.say(text, &[("error:", RED)]);
+        self.say(text, Tone::Error);
+    }
+
+    fn say(&self, text: &str, tone: Tone) {
+        self.log(text);
+        let marks: &[_] = match tone {
+            Tone::Note | Tone::Notice => &[],
+            Tone::Warning => &[("warning:", YELLOW)],
+            Tone::Error => &[("error:", RED)],
+        };
+        self.show(text, tone, marks);
     }
 
     /// Writes text. On a colour terminal, the first occurrence of each mark is drawn in its style.
-    fn say(&self, text: &str, marks: &[(&str, Style)]) {
-        self.log(text);
-        self.show(text, marks);
-    }
-
-    fn show(&self, text: &str, marks: &[(&str, Style)]) {
+    fn show(&self, text: &str, tone: Tone, marks: &[(&str, Style)]) {
         let text = escape(text);
         *locked(&self.0.last_line) = Instant::now();
         // Output errors are ignored, as the type documents.
@@ -178,6 +259,10 @@ impl Console {
                 let mut out = locked(out);
                 out.write_all(format!("{text}\n").as_bytes()).and_then(|()| out.flush())
             }
+            Sink::Listener(listener) => {
+                locked(listener)(tone, &text);
+                Ok(())
+            }
         };
     }
 
@@ -188,7 +273,7 @@ impl Console {
             Sink::Terminal(bars, _) => {
                 Some(Block(bars.add(ProgressBar::new_spinner().with_style(style(BLOCK)))))
             }
-            Sink::Plain(_) => None,
+            Sink::Plain(_) | Sink::Listener(_) => None,
         }
     }
 
@@ -208,7 +293,7 @@ impl Console {
                 let bar = ProgressBar::new(total).with_style(style).with_prefix(stage.to_owned());
                 Shown::bar(bars, bar)
             }
-            Sink::Plain(_) => {
+            Sink::Plain(_) | Sink::Listener(_) => {
                 let (stage, done) = (stage.to_owned(), Arc::clone(&done));
                 Shown::lines(self, move || {
                     format!("{stage}: {}/{total}{}", done.load(Ordering::Relaxed), beside())
@@ -247,7 +332,7 @@ impl Console {
                 let bar = ProgressBar::new(total).with_style(style).with_position(done);
                 Shown::bar(bars, bar)
             }
-            Sink::Plain(_) => {
+            Sink::Plain(_) | Sink::Listener(_) => {
                 let activity = activity.clone();
                 Shown::lines(self, move || activity.line(Instant::now()))
             }
@@ -263,7 +348,8 @@ impl Console {
         let at = parts.next().unwrap_or_default();
         let reward = parts.next().filter(|part| part.starts_with("reward")).unwrap_or_default();
         let reward = reward.split(':').next().unwrap_or_default();
-        self.say(&line, &[(at, BOLD), (reward, BOLD)]);
+        self.log(&line);
+        self.show(&line, Tone::Note, &[(at, BOLD), (reward, BOLD)]);
     }
 }
 

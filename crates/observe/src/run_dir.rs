@@ -6,7 +6,7 @@
 //! | `rollouts/step-000123.jsonl` | completion | when its group is scored |
 //! | `tokens/step-000123.jsonl` | completion | after the update, if enabled |
 //! | `skipped.jsonl` | dataset row that was not used | when it is found |
-//! | `warnings.jsonl` | problem that begins or ends | before the metrics that show it |
+//! | `events.jsonl` | [`Event`](crate::Event): start, warning, problem, checkpoint, evaluation, end | when it happens |
 //! | `eval/step-000123.jsonl` | completion of an evaluation | by the evaluation, as a whole |
 //!
 //! Every line or file name contains the step, so that a resumed run can truncate all logs to its checkpoint.
@@ -21,9 +21,9 @@ use serde_json::{Map, Value};
 
 use crate::atomic::sync_directory;
 use crate::jsonl::{JsonLines, each_row, truncate_after};
-use crate::{Error, Metric, Warning};
+use crate::{Error, Metric};
 
-use names::{EVALUATIONS, METRICS, ROLLOUTS, SKIPPED, TOKENS, WARNINGS};
+use names::{EVALUATIONS, LOGS, METRICS, ROLLOUTS, SKIPPED, TOKENS};
 
 /// Names of the files and directories in a run directory that record the run.
 pub mod names {
@@ -31,7 +31,9 @@ pub mod names {
     pub const METRICS: &str = "metrics.jsonl";
     /// Rows that were skipped, with the reason.
     pub const SKIPPED: &str = "skipped.jsonl";
-    /// Problems of the training that the program noticed.
+    /// Events of the run.
+    pub const EVENTS: &str = "events.jsonl";
+    /// Problems of the training in runs of version 0.2.0. Later runs have them among the events.
     pub const WARNINGS: &str = "warnings.jsonl";
     /// Completions of each step.
     pub const ROLLOUTS: &str = "rollouts";
@@ -50,7 +52,7 @@ pub mod names {
     /// Plots of the report.
     pub const PLOTS: &str = "plots";
     /// Logs with a line for each step or row.
-    pub const LOGS: [&str; 3] = [METRICS, SKIPPED, WARNINGS];
+    pub const LOGS: [&str; 4] = [METRICS, SKIPPED, EVENTS, WARNINGS];
     /// Directories with a file for each step.
     pub const BY_STEP: [&str; 3] = [ROLLOUTS, EVALUATIONS, TOKENS];
     /// Files of trackers and of the report.
@@ -239,12 +241,7 @@ impl RunDir {
                 }
             }
             Existing::ResumeAfter(step) => {
-                truncate_after(&metrics, step)?;
-                truncate_after(&skipped, step)?;
-                let warnings = root.join(WARNINGS);
-                if warnings.exists() {
-                    truncate_after(&warnings, step)?;
-                }
+                LOGS.iter().try_for_each(|name| truncate_after(&root.join(name), step))?;
                 let of = |name: &str| {
                     let directory = root.join(name);
                     if directory.is_dir() { step_files(&directory) } else { Ok(Vec::new()) }
@@ -351,20 +348,6 @@ impl RunDir {
         Ok(())
     }
 
-    /// Appends rows to `warnings.jsonl`. The file is created with the first row.
-    ///
-    /// # Errors
-    /// Returns an error if the file cannot be written.
-    pub fn append_warnings(&mut self, warnings: &[Warning]) -> Result<(), Error> {
-        if warnings.is_empty() {
-            return Ok(());
-        }
-        let path = self.root.join(WARNINGS);
-        JsonLines::open(&path)?.append(warnings)?;
-        self.unsynced.insert(path);
-        Ok(())
-    }
-
     /// Appends a row to `skipped.jsonl`. Returns false in the same case as [`Self::append_metrics`].
     ///
     /// # Errors
@@ -397,6 +380,12 @@ impl RunDir {
         self.unsynced.clear();
         directories.iter().try_for_each(|path| sync_directory(path))
     }
+}
+
+/// Returns the warning about a log that was removed or replaced while the run wrote it.
+#[must_use]
+pub fn replaced(log: &str) -> String {
+    format!("{log} was removed or replaced while the run wrote it; the new file lacks the earlier rows")
 }
 
 /// Lists the step files in a directory of rollout logs or evaluations, ordered by step. Other files are ignored.

@@ -19,6 +19,12 @@ pub fn escape_line(text: &str) -> Cow<'_, str> {
     escaped(text, obeyed)
 }
 
+/// Returns the time in UTC to the second, as in logs.
+#[must_use]
+pub fn now() -> String {
+    jiff::Timestamp::now().round(jiff::Unit::Second).unwrap_or_default().to_string()
+}
+
 fn obeyed(c: char) -> bool {
     let turns = matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     c.is_control() || turns || matches!(c, '\u{2028}' | '\u{2029}')

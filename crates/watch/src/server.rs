@@ -443,8 +443,7 @@ impl App {
                 all
             }
             "api/curves" => self.curves.of(run, &asked(query)?)?,
-            "api/marks" => self.marks.of(run)?,
-            "api/warnings" => String::from_utf8_lossy(&run.warnings()?).into_owned().into(),
+            "api/marks" => json!(self.marks.of(run)?),
             "api/steps" => {
                 let (steps, capped) = run.last_steps("rollouts", MAX_STEPS)?;
                 json!({ "steps": steps, "capped": capped, "tokens": run.steps("tokens")? })
@@ -552,7 +551,7 @@ impl App {
         };
         let app = Arc::clone(self);
         let seen = |all: &[Metrics]| {
-            all.iter().map(|own| (own.id, own.bytes, own.warnings, own.done)).collect::<Vec<_>>()
+            all.iter().map(|own| (own.id, own.bytes, own.events, own.done)).collect::<Vec<_>>()
         };
         let (mut last, mut spoken, mut heard) = (None, Instant::now(), false);
         let (mut doing, mut doing_at) = (String::new(), None::<Instant>);
@@ -797,13 +796,16 @@ mod tests {
     }
 
     #[test]
-    fn problems_are_served_as_they_stand() {
+    fn problems_are_served_among_the_events() {
         let (directory, server) = run();
-        assert_eq!(value(&server, "warnings"), "");
-        let row = "{\"step\":6,\"rule\":\"ran_away\",\"begins\":true,\"since\":2,\"text\":\"x\"}\n";
-        fs::write(directory.path().join("warnings.jsonl"), row).unwrap();
-        assert_eq!(value(&server, "warnings"), row);
-        assert_eq!(value(&server, "runs")[0]["metrics"]["warnings"], row.len());
+        assert_eq!(value(&server, "marks"), json!([]));
+        let problem = "\"rule\":\"ran_away\",\"begins\":true,\"since\":2,\"text\":\"x\"}";
+        let row = format!("{{\"step\":6,\"time\":\"\",\"kind\":\"problem\",{problem}\n");
+        fs::write(directory.path().join("events.jsonl"), &row).unwrap();
+        let served: Value = serde_json::from_str(&format!("{{{problem}")).unwrap();
+        let mark = json!({ "kind": "warning", "step": 6, "text": "warning: x", "problem": served });
+        assert_eq!(value(&server, "marks"), json!([mark]));
+        assert_eq!(value(&server, "runs")[0]["metrics"]["events"], row.len());
     }
 
     #[test]
