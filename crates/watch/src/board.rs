@@ -150,7 +150,6 @@ impl Board {
     }
 
     /// Returns true if every run has ended.
-    #[must_use]
     pub fn is_over(&self) -> bool {
         self.runs.iter().all(|shown| shown.state != State::Running)
     }

@@ -36,7 +36,6 @@ impl Prometheus {
     }
 
     /// Returns the port of the server.
-    #[must_use]
     pub fn port(&self) -> u16 {
         self.http.address().port()
     }

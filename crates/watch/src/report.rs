@@ -76,7 +76,6 @@ fn written(run: Run) -> Result<Report, Error> {
 }
 
 /// Draws the most informative curves of a run as one SVG; `None` if the run has no step.
-#[must_use]
 pub fn curves(directory: &Path) -> Option<String> {
     const SHOWN: [&str; 6] = ["Reward", "Evaluation", "Loss", "KL", "Entropy", "Completion length"];
     let run = Run::find(&[directory.to_owned()]).ok()?.remove(0);

@@ -185,19 +185,16 @@ impl Server {
     }
 
     /// Returns the URL of the page. Anyone who knows it can read the runs.
-    #[must_use]
     pub fn url(&self) -> &str {
         &self.url
     }
 
     /// Returns the number of older runs that the page does not show, because their directory has more than [`Self::MOST_RUNS`].
-    #[must_use]
     pub fn runs_left_out(&self) -> usize {
         self.runs_left_out
     }
 
     /// Returns the path of the file with the URL of a run in progress.
-    #[must_use]
     pub fn address_file(&self) -> Option<&Path> {
         self.address_file.as_deref()
     }
