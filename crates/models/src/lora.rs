@@ -45,7 +45,6 @@ impl Default for LoraConfig {
 
 impl LoraConfig {
     /// Returns the factor of `B A` for a given rank.
-    #[must_use]
     pub fn scale(&self, rank: usize) -> f32 {
         let rank = rank as f64;
         (self.alpha / if self.rslora { rank.sqrt() } else { rank }) as f32
@@ -63,7 +62,6 @@ pub(crate) fn module_of(tensor: &str) -> &str {
 
 impl Model {
     /// Returns the configuration of the adapters, if the model has any.
-    #[must_use]
     pub fn lora(&self) -> Option<&LoraConfig> {
         self.lora.as_ref()
     }

@@ -81,7 +81,6 @@ pub enum Tone {
 
 impl Tone {
     /// Returns the name: `note`, `notice`, `warning` or `error`.
-    #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             Self::Note => "note",
@@ -97,14 +96,12 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Returns the width of standard output in columns, if it is a terminal.
-#[must_use]
 pub fn stdout_columns() -> Option<usize> {
     Some(usize::from(terminal_size::terminal_size_of(io::stdout())?.0.0))
 }
 
 impl Console {
     /// Writes to standard error: bars if it is a terminal, in colour if requested; plain lines otherwise.
-    #[must_use]
     pub fn stderr(colour: bool) -> Self {
         if io::stderr().is_terminal() {
             let bars = MultiProgress::with_draw_target(ProgressDrawTarget::stderr());
@@ -115,13 +112,11 @@ impl Console {
     }
 
     /// Writes plain lines to `writer`.
-    #[must_use]
     pub fn plain(out: impl Write + Send + 'static) -> Self {
         Self::plain_every(out, PLAIN_EVERY)
     }
 
     /// Passes each line with its meaning to `listener`.
-    #[must_use]
     pub fn listener(listener: impl FnMut(Tone, &str) + Send + 'static) -> Self {
         Self::new(Sink::Listener(Mutex::new(Box::new(listener))), false, PLAIN_EVERY)
     }
@@ -181,7 +176,6 @@ impl Console {
     }
 
     /// Returns the width of the terminal in columns, or 80 without a terminal.
-    #[must_use]
     pub fn width(&self) -> usize {
         let terminal = || Some(usize::from(terminal_size::terminal_size_of(io::stderr())?.0.0));
         match &self.0.sink {
@@ -191,7 +185,6 @@ impl Console {
     }
 
     /// Returns the current activity of the run.
-    #[must_use]
     pub fn activity(&self) -> &Activity {
         &self.0.activity
     }
@@ -507,7 +500,6 @@ impl Progress {
     }
 
     /// Returns the second counter of the stage: the number of sampled tokens.
-    #[must_use]
     pub fn activity(&self) -> &Activity {
         &self.activity
     }
@@ -543,7 +535,6 @@ impl Drop for Steps {
 /// Formats a summary: `step 10/300 | reward 0.697: accuracy 0.41, format 0.98 | zero-variance 38 % | clipped 12 % | kl 0.0031 |
 /// length 45.2 | 1.23 s | eta 3 h 12 min`. Without rewards, it shows the loss instead. The loss of GRPO is otherwise not shown,
 /// because it stays near 0 whatever the model learns. Values that are missing or `None` are left out.
-#[must_use]
 pub fn summary_line(step: u64, num_steps: u64, metrics: &[Metric], eta: Option<Duration>) -> String {
     let value = |name: &str| metrics.iter().find(|(key, _)| key == name).and_then(|(_, value)| *value);
     let mut parts = vec![format!("step {step}/{num_steps}")];

@@ -18,7 +18,6 @@ pub struct DebugLog {
 
 impl DebugLog {
     /// Creates a log at this path.
-    #[must_use]
     pub fn new(path: PathBuf) -> Self {
         Self { path }
     }

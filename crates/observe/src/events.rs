@@ -114,7 +114,6 @@ pub struct EventRecord {
 
 impl Event {
     /// Returns the event of an evaluation.
-    #[must_use]
     pub fn evaluation(metrics: &[Metric]) -> Self {
         Self::Evaluation {
             metrics: metrics.iter().map(|(name, value)| (name.clone(), (*value).into())).collect(),
@@ -122,7 +121,6 @@ impl Event {
     }
 
     /// Returns the line that reports the event at a step.
-    #[must_use]
     pub fn line(&self, step: u64) -> String {
         match self {
             Self::Started { num_steps } => format!("starting a run of {num_steps} steps"),

@@ -59,20 +59,17 @@ pub use window::Window;
 pub type Metric = (String, Option<f64>);
 
 /// Returns true if a number of an evaluation only repeats another one under the name that a different program uses for it.
-#[must_use]
 pub fn is_alias(name: &str) -> bool {
     name.starts_with("eval_") && name.ends_with("_reward") && name != "eval_reward"
 }
 
 /// Returns true for an evaluation metric that is shown where there is room for few numbers.
-#[must_use]
 pub fn is_headline(name: &str) -> bool {
     const NAMES: [&str; 5] = ["eval_reward", "eval_accuracy", "eval_war", "eval_uar", "eval_parse_fail_rate"];
     NAMES.contains(&name) || name.starts_with("eval_pass@") || name.ends_with("/mean")
 }
 
 /// Formats the main numbers of an evaluation in one line.
-#[must_use]
 pub fn evaluation_line(step: u64, metrics: &[Metric]) -> String {
     let shown = metrics
         .iter()

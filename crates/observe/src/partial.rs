@@ -92,7 +92,6 @@ impl Partial {
     }
 
     /// Returns the finished rows.
-    #[must_use]
     pub fn done(&self) -> &BTreeMap<u64, String> {
         &self.done
     }

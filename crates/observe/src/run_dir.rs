@@ -293,7 +293,6 @@ impl RunDir {
     }
 
     /// Returns the output directory.
-    #[must_use]
     pub fn root(&self) -> &Path {
         &self.root
     }
@@ -383,7 +382,6 @@ impl RunDir {
 }
 
 /// Returns the warning about a log that was removed or replaced while the run wrote it.
-#[must_use]
 pub fn replaced(log: &str) -> String {
     format!("{log} was removed or replaced while the run wrote it; the new file lacks the earlier rows")
 }
@@ -406,7 +404,6 @@ pub fn step_files(directory: &Path) -> Result<Vec<(u64, PathBuf)>, Error> {
 }
 
 /// Returns the step in the name of a file `step-N.jsonl` or `step-N.summary.json`.
-#[must_use]
 pub fn step_of(path: &Path) -> Option<u64> {
     let rest = path.file_name()?.to_str()?.strip_prefix("step-")?;
     rest.strip_suffix(".jsonl").or_else(|| rest.strip_suffix(".summary.json"))?.parse().ok()

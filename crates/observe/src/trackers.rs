@@ -74,20 +74,17 @@ struct Running {
 
 impl Trackers {
     /// Starts one thread per tracker.
-    #[must_use]
     pub fn start(trackers: Vec<Box<dyn Tracker>>, console: &Console) -> Self {
         let running = trackers.into_iter().map(Running::start).collect();
         Self { running, console: console.clone() }
     }
 
     /// Creates an empty set of trackers.
-    #[must_use]
     pub fn none(console: &Console) -> Self {
         Self::start(Vec::new(), console)
     }
 
     /// Returns true if there are no trackers.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.running.is_empty()
     }

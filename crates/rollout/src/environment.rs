@@ -195,7 +195,6 @@ pub fn append(row: &mut Sample, parts: Vec<AnswerPart>) {
 
 impl Answer {
     /// Returns an answer that lets the model read why its calls failed.
-    #[must_use]
     pub fn failed(what: &str, calls: usize) -> Self {
         Self::Say { role: Role::Tool, parts: vec![error(what)], failed: calls }
     }
@@ -242,7 +241,6 @@ pub struct Interaction {
 
 impl Interaction {
     /// Allows eight answers per completion with at most four media each.
-    #[must_use]
     pub fn new(environment: Arc<dyn Environment>) -> Self {
         let waited = Arc::default();
         Self { environment, max_turns: 8, max_answer_tokens: None, max_answer_media: 4, waited }

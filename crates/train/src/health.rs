@@ -442,7 +442,6 @@ pub struct Health {
 
 impl Health {
     /// Creates the state of a run before its first step.
-    #[must_use]
     pub fn new(aims: Aims) -> Self {
         Self {
             aims,
@@ -504,14 +503,12 @@ impl Health {
     }
 
     /// Returns the ongoing collapse and its first step.
-    #[must_use]
     pub fn collapse(&self) -> Option<(&'static Rule, u64)> {
         let mut all = RULES.iter().zip(&self.lasting).filter(|(rule, _)| rule.collapse);
         all.find_map(|(rule, lasting)| Some((rule, lasting.as_ref()?.since)))
     }
 
     /// Returns the first step of the oldest ongoing problem.
-    #[must_use]
     pub fn since(&self) -> Option<u64> {
         self.lasting.iter().flatten().map(|own| own.since).min()
     }

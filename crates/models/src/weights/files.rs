@@ -186,7 +186,6 @@ impl WeightFiles {
     }
 
     /// Returns the digests of the tensors that have been read; `None` without [`Self::keep_digests`].
-    #[must_use]
     pub fn digests(&self) -> Option<TensorDigests> {
         self.digests.get().map(|all| all.lock().unwrap_or_else(PoisonError::into_inner).clone())
     }
@@ -300,7 +299,6 @@ impl WeightFiles {
     }
 
     /// Returns the checkpoint directory.
-    #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
     }
@@ -311,7 +309,6 @@ impl WeightFiles {
     }
 
     /// Returns the shape of a tensor.
-    #[must_use]
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
         self.tensors.get(name).map(|e| e.info.shape.as_slice())
     }
@@ -327,7 +324,6 @@ impl WeightFiles {
     }
 
     /// Returns the size of a tensor in its file, in bytes.
-    #[must_use]
     pub fn num_bytes(&self, name: &str) -> Option<usize> {
         self.tensors.get(name).map(|entry| entry.info.data_offsets.1 - entry.info.data_offsets.0)
     }
