@@ -216,8 +216,7 @@ impl Answer {
         Self::of(status, Content::Bytes(content.into())).with(CONTENT_TYPE, kind)
     }
 
-    /// Creates a response whose parts are produced while it is sent, with a pause of `every` after each. `bytes` is the total
-    /// size;
+    /// Creates a response whose parts are produced while it is sent, with a pause of `every` after each. `bytes` is the total size;
     /// without it, the response ends after the last part.
     pub fn stream(status: u16, kind: &str, bytes: Option<u64>, every: Duration, parts: Parts) -> Self {
         let answer = Self::of(status, Content::Stream { bytes, every, parts }).with(CONTENT_TYPE, kind);

@@ -3,8 +3,7 @@
 use crate::Rollout;
 use crate::text::{escape_line, fit};
 
-/// Formats the row, its question and its solution, then the completions with the highest and the lowest reward. If all rewards
-/// are
+/// Formats the row, its question and its solution, then the completions with the highest and the lowest reward. If all rewards are
 /// equal, it shows only one completion. Text from rows and models is escaped, and lines are cut to `width` columns.
 pub fn best_and_worst(question: &str, group: &[Rollout], width: usize) -> Vec<String> {
     let mut sorted: Vec<&Rollout> = group.iter().collect();

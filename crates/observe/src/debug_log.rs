@@ -8,8 +8,7 @@ use std::path::{Path, PathBuf};
 
 use crate::{Error, Rollout};
 
-/// Text logs of completions, one file per reward. The reward `accuracy` uses the given path; any other reward adds its name to
-/// the
+/// Text logs of completions, one file per reward. The reward `accuracy` uses the given path; any other reward adds its name to the
 /// file name (`debug.txt`, `debug_format.txt`).
 #[derive(Debug, Clone)]
 pub struct DebugLog {

@@ -117,8 +117,7 @@ pub struct Rollout {
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub columns: BTreeMap<String, Value>,
     /// Columns of the dataset row, present only with the first completion of a prompt. With them, other commands can read the log
-    /// as
-    /// rows with completions.
+    /// as rows with completions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub row: Option<Map<String, Value>>,
 }
@@ -298,10 +297,8 @@ impl RunDir {
     }
 
     /// Appends one row to `metrics.jsonl`. Returns false if the log has been removed or replaced since the last row; it is then
-    /// created
-    /// again. Append the evaluation of a checkpoint's step before the checkpoint becomes visible, because a resumed run keeps all
-    /// rows
-    /// of that step and does not repeat the evaluation. If a name occurs twice, the later value is kept.
+    /// created again. Append the evaluation of a checkpoint's step before the checkpoint becomes visible, because a resumed run
+    /// keeps all rows of that step and does not repeat the evaluation. If a name occurs twice, the later value is kept.
     ///
     /// # Errors
     /// Returns an error if the file cannot be written.
@@ -355,9 +352,8 @@ impl RunDir {
         self.skipped.append([skipped])
     }
 
-    /// Waits until all appended rows are on disk. Call this before a checkpoint becomes visible, so that a resumed run finds
-    /// every row
-    /// up to it.
+    /// Waits until all appended rows are on disk. Call this before a checkpoint becomes visible, so that a resumed run finds every
+    /// row up to it.
     ///
     /// # Errors
     /// Returns an error if the data cannot be synced to disk.

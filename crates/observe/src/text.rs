@@ -5,8 +5,7 @@ use std::time::Duration;
 
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
-/// Escapes text from a row, a file name, a model or a server, so that it cannot control the terminal. Control characters and
-/// marks
+/// Escapes text from a row, a file name, a model or a server, so that it cannot control the terminal. Control characters and marks
 /// that change the writing direction appear as in Rust source (`\u{1b}`). Newlines stay.
 pub fn escape(text: &str) -> Cow<'_, str> {
     escaped(text, |c| c != '\n' && obeyed(c))

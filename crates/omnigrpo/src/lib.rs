@@ -37,7 +37,7 @@
 //! with their rewards in `rollouts/`, checkpoints, and at the end the model. [`TrainPlan::on_rollout`], [`TrainPlan::on_step`]
 //! and [`TrainPlan::on_evaluation`] call your functions with the same numbers. One that returns
 //! [`ControlFlow::Break`](std::ops::ControlFlow::Break) ends the run after its step, with a checkpoint to resume from.
-//! [`TrainPlan::on_progress`] tells what a step is doing. A plan and its functions are [`Send`], so a service can train on a thread
+//! [`TrainPlan::on_progress`] reports progress inside a step. A plan and its functions are [`Send`], so a service can train on a thread
 //! of its own.
 //!
 //! # A loss of your own

@@ -128,7 +128,7 @@ impl Engine for Alone {
     }
 }
 
-/// Engine of a run that does not take place.
+/// Engine of a planned run: every exchange is an error.
 struct Planned(usize);
 
 impl Planned {

@@ -146,8 +146,7 @@ pub(crate) fn line_at<T>(run: &Run, path: &Path, entry: &Entry<T>) -> Result<Vec
     Ok(line)
 }
 
-/// Reader of the complete lines of a file, one at a time in a single buffer. A line without a newline is still being written and
-/// is
+/// Reader of the complete lines of a file, one at a time in a single buffer. A line without a newline is still being written and is
 /// not returned.
 pub(crate) struct Lines {
     reader: BufReader<File>,

@@ -140,8 +140,7 @@ impl Run {
     ///
     /// # Errors
     /// Returns an error if the path is a link that leads out of the run directory, is not a regular file, or cannot be opened.
-    /// (Opening
-    /// a pipe would block until the other end is opened.)
+    /// (Opening a pipe would block until the other end is opened.)
     pub(crate) fn open(&self, path: &Path) -> Result<File, Error> {
         inside::open(&self.dir, path).map_err(|error| match error.kind() {
             ErrorKind::PermissionDenied if inside::leads_out(&error) => Error::missing(error.to_string()),

@@ -48,8 +48,7 @@ const PART_BYTES: u64 = 1 << 20;
 /// Number of bytes of a media file that are read at a time.
 const CHUNK_BYTES: u64 = 64 << 10;
 
-/// Content security policy: everything comes from this server, text is never markup, and no other page may frame this page or
-/// learn
+/// Content security policy: everything comes from this server, text is never markup, and no other page may frame this page or learn
 /// its URL.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; media-src 'self'; \
      connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
@@ -116,8 +115,7 @@ impl Server {
 
     /// Serves existing runs. Each directory is a run directory or contains run directories. A single run gets the URL stored in
     /// [`Self::ADDRESS_FILE`], so that open pages reconnect. It gets a different URL if that port is in use or the caller
-    /// requests
-    /// another one.
+    /// requests another one.
     ///
     /// # Errors
     /// Returns an error if a directory contains no run, or if the requested port is in use.
@@ -127,9 +125,8 @@ impl Server {
         Ok(Self { runs_left_out, ..Self::serve(runs, port, kept, None)? })
     }
 
-    /// Serves a run that is about to begin. `directory` exists and contains no links. [`Self::ADDRESS_FILE`] then contains the
-    /// URL of
-    /// the page. This is the URL of an earlier start if its port is free. With `controls`, the page can stop the run and save a
+    /// Serves a run that is about to begin. `directory` exists and contains no links. [`Self::ADDRESS_FILE`] then contains the URL
+    /// of the page. This is the URL of an earlier start if its port is free. With `controls`, the page can stop the run and save a
     /// checkpoint.
     ///
     /// # Errors
@@ -222,9 +219,8 @@ impl Address {
         file.take(256).read_to_string(&mut text).ok()?;
         let mut lines = text.lines();
         let (address, mark) = (lines.next()?, lines.next()?);
-        // The file belongs to another account, is readable by others, or is a copy. In a copied directory, the person who packed
-        // it would
-        // know the token.
+        // The file belongs to another account, is readable by others, or is a copy. In a copied directory, the person who packed it
+        // would know the token.
         if mark != mark_of(&found)? {
             return None;
         }

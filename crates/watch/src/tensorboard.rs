@@ -30,8 +30,7 @@ pub struct TensorBoard {
 
 impl TensorBoard {
     /// Creates an event file in a directory, and the directory itself if necessary. TensorBoard lists runs by their directories;
-    /// `name`
-    /// appears above the settings.
+    /// `name` appears above the settings.
     ///
     /// # Errors
     /// Returns an error if the directory cannot be written.
@@ -65,8 +64,7 @@ impl TensorBoard {
     }
 
     /// Writes a summary. The first call also writes the settings and a marker that invalidates everything that an earlier session
-    /// wrote
-    /// from this step on.
+    /// wrote from this step on.
     fn summary(&mut self, step: u64, values: &[Message]) -> Result<(), String> {
         let first = self.first.take();
         if first.is_some() {
