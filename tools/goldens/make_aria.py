@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from fixtures import FRAMES, MEDIA, OUT, open_rgb, save_tensors, sketch, write_json
 from internvl import NUM_MERGES, VOCAB
-from make_checkpoints import CORPUS, SPLIT
+from make_checkpoints import CORPUS, byte_level_bpe
 from make_internvl import number, three_steps
 from make_replay import ROWS
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AriaConfig, AriaForConditionalGeneration, AriaProcessor, PreTrainedTokenizerFast
 from transformers.models.aria import image_processing_pil_aria as published
 
@@ -150,20 +149,7 @@ def new_model(name):
 
 
 def build_tokenizer():
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
-    tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, use_regex=False, trim_offsets=False)
-    tokenizer.decoder = decoders.ByteLevel(add_prefix_space=False, use_regex=False, trim_offsets=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=256 + NUM_MERGES, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in ADDED])
+    tokenizer = byte_level_bpe(CORPUS, NUM_MERGES, SPECIAL, ADDED)
     assert all(tokenizer.token_to_id(t) == i for t, i in ID.items())
     assert len(tokenizer.encode("<|im_end|>", add_special_tokens=False).ids) > 1
     return tokenizer

@@ -57,8 +57,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer() -> Tokenizer:
-    """Byte-level BPE as in Qwen: 256 bytes, a few merges, control tokens, then ordinary added tokens."""
+def byte_level_bpe(texts, merges: int, special, added) -> Tokenizer:
+    """Byte-level BPE as in Qwen: 256 bytes, merges learned from texts, control tokens, then ordinary added tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
@@ -68,12 +68,16 @@ def build_tokenizer() -> Tokenizer:
     tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, use_regex=False, trim_offsets=False)
     tokenizer.decoder = decoders.ByteLevel(add_prefix_space=False, use_regex=False, trim_offsets=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=256 + NUM_MERGES, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=256 + merges, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    assert tokenizer.get_vocab_size() == 256 + NUM_MERGES
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in ADDED])
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in added])
+    return tokenizer
+
+
+def build_tokenizer() -> Tokenizer:
+    tokenizer = byte_level_bpe(CORPUS, NUM_MERGES, SPECIAL, ADDED)
     assert all(tokenizer.token_to_id(t) == i for t, i in ID.items()) and max(ID.values()) < VOCAB
     return tokenizer
 

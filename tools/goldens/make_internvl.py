@@ -14,9 +14,9 @@ from internvl import (
     NUM_MERGES, PATCH, SIDE, SPECIAL, STD, TEMPLATES, TOKENS_PER_TILE, TOWER_HEADS, TOWER_INTER, VOCAB, WIDTH, Original,
     WIDE_HEAD, arrangement, hf_names, new_original, normalise, tiles_u8, to_hf,
 )
-from make_checkpoints import CORPUS, SPLIT
+from make_checkpoints import CORPUS, byte_level_bpe
 from make_replay import HYPER, ROWS, grpo_terms
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken
 from transformers import AutoProcessor, InternVLConfig, InternVLForConditionalGeneration, Trainer
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
     GotOcr2ImageProcessorPil, get_optimal_tiled_canvas,
@@ -105,20 +105,7 @@ def original_config(name, rms, tied, qwen3):
 
 
 def build_tokenizer(with_video):
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
-    tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, use_regex=False, trim_offsets=False)
-    tokenizer.decoder = decoders.ByteLevel(add_prefix_space=False, use_regex=False, trim_offsets=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=256 + NUM_MERGES, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in ADDED])
+    tokenizer = byte_level_bpe(CORPUS, NUM_MERGES, SPECIAL, ADDED)
     if with_video:
         tokenizer.add_special_tokens([AddedToken("<video>", special=True, normalized=False)])
     assert all(tokenizer.token_to_id(t) == i for t, i in ID.items() if with_video or t != "<video>")

@@ -1,6 +1,6 @@
 """Prints the metrics of a run that the rules of `omnigrpo_observe::RULES` read, as the tests in crates/observe/tests/health.rs take them.
 
-    python3 tools/watch/healthy.py runs/demo "accuracy 0 1 1, format 0 1 0.1" > crates/observe/tests/healthy/demo.csv
+    python3 tools/watch/healthy.py runs/demo "accuracy 0 1 1, format 0 1 0.1" > crates/train/tests/run/healthy/demo.csv
 """
 
 import json

@@ -7,7 +7,7 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::io::{self, Write};
+use std::io;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ use omnigrpo::cli::embed::{self, Caller, Loaded};
 use omnigrpo::settings::{Problem, Resolved, Verb};
 use omnigrpo::{
     Activity, Cause, Completion, Console, Evaluation, Logged, Observer, Peer, Reward, RewardError,
-    RewardInput, demo, rows_as_json,
+    RewardInput, Tone, demo, rows_as_json,
 };
 use omnigrpo_guard::MachineFailure;
 use pyo3::exceptions::{PyKeyboardInterrupt, PyRuntimeError, PySystemExit, PyValueError};
@@ -164,8 +164,8 @@ impl Line {
     }
 
     /// Calls Python without waiting. A caller that has left hears nothing.
-    fn tell(&self, kind: &'static str, data: String) {
-        let _ = self.0.send(Call { kind, name: String::new(), data, reply: None });
+    fn tell(&self, kind: &'static str, name: &str, data: String) {
+        let _ = self.0.send(Call { kind, name: name.to_owned(), data, reply: None });
     }
 }
 
@@ -330,7 +330,7 @@ impl Observer for Reports {
     }
 
     fn saved(&mut self, step: u64, checkpoint: &Path) {
-        self.line.tell("save", json!({ "step": step, "checkpoint": checkpoint }).to_string());
+        self.line.tell("save", "", json!({ "step": step, "checkpoint": checkpoint }).to_string());
     }
 
     fn evaluation(&mut self, step: u64, evaluation: &Evaluation) {
@@ -341,24 +341,6 @@ impl Observer for Reports {
 fn numbers(evaluation: &Evaluation) -> Value {
     let metrics = evaluation.summary.metrics.iter();
     Value::Object(metrics.map(|(name, value)| (name.clone(), json!(value))).collect())
-}
-
-/// Writer that sends lines of the console to Python.
-struct Lines(Line, Vec<u8>);
-
-impl Write for Lines {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.1.extend_from_slice(bytes);
-        while let Some(end) = self.1.iter().position(|&byte| byte == b'\n') {
-            let line: Vec<u8> = self.1.drain(..=end).collect();
-            self.0.tell("line", json!(String::from_utf8_lossy(&line).trim_end()).to_string());
-        }
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
 }
 
 /// Runs a command on a thread of its own, and answers its calls on this one until it has ended.
@@ -377,7 +359,9 @@ fn attended<T: Send + 'static>(
     let stop = Arc::new(AtomicBool::new(false));
     let asked_to_stop = Arc::clone(&stop);
     let stops = Stops::install(py, &stop)?;
-    let console = Console::plain(Lines(line.clone(), Vec::new()));
+    let lines = line.clone();
+    let console =
+        Console::listener(move |tone, text| lines.tell("line", tone.name(), json!(text).to_string()));
     let activity = console.activity().clone();
     let worker = std::thread::Builder::new().name("omnigrpo".to_owned()).spawn(move || {
         let to_rewards = line.clone();
@@ -423,8 +407,8 @@ fn serve(
             error.is_instance_of::<PyKeyboardInterrupt>(py) || error.is_instance_of::<PySystemExit>(py);
         if is_signal && first.is_none() {
             // The exception of the signal is kept; one of the message is not.
-            let _ =
-                python.call1(("line", "", "\"stopping with a checkpoint; interrupt again to stop at once\""));
+            let text = json!("stopping with a checkpoint; interrupt again to stop at once").to_string();
+            let _ = python.call1(("line", Tone::Notice.name(), text));
         }
         first.get_or_insert(error);
     };

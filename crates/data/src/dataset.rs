@@ -229,7 +229,6 @@ pub struct RowReader {
 
 impl RowReader {
     /// Creates a reader for rows of a dataset with this name. Relative paths of media start in the working directory.
-    #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
         Self { name: name.into(), folder: ".".into(), options: ReadOptions::default() }
     }

@@ -91,7 +91,6 @@ pub(crate) fn media_folder(cache_dir: &Path) -> PathBuf {
 }
 
 /// Returns the cache folder of media that an environment adds to completions outside of a run.
-#[must_use]
 pub fn turn_folder(cache_dir: &Path) -> PathBuf {
     cache_dir.join("turns")
 }

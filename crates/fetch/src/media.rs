@@ -42,7 +42,6 @@ pub struct UrlMedia {
 
 impl UrlMedia {
     /// Creates a client without fetching anything.
-    #[must_use]
     pub fn new(options: UrlOptions) -> Self {
         Self { agent: agent(&options), options }
     }

@@ -151,7 +151,6 @@ fn by_key(layout: &AttentionLayout, rows: usize) -> (Vec<Tile>, Vec<Item>) {
 
 impl Pattern {
     /// Converts a layout for `rows` rows to the form that kernels read.
-    #[must_use]
     pub fn new(gpu: &Gpu, layout: &AttentionLayout, rows: usize) -> Self {
         let queries: usize = layout.ranges.iter().map(|range| range.queries.len()).sum();
         Self {
@@ -218,7 +217,6 @@ pub struct DecodingSize {
 
 impl DecodingSize {
     /// Returns the sizes of the tables for these groups.
-    #[must_use]
     pub fn of(groups: &[CachedGroup], heads: Heads) -> Self {
         let parts = |lengths: &mut dyn Iterator<Item = usize>| lengths.max().unwrap_or(0).div_ceil(SPLIT);
         let completions = groups.iter().flat_map(|group| &group.completions);
@@ -259,7 +257,6 @@ pub struct Decoding {
 
 impl Decoding {
     /// Uploads the tables of the rows, in the order of the groups and their completions.
-    #[must_use]
     pub fn new(gpu: &Gpu, groups: &[CachedGroup], heads: Heads) -> Self {
         let (mut pack, size) = (Pack::default(), DecodingSize::of(groups, heads));
         let at = Self::pack(&mut pack, groups, heads, size);
@@ -297,7 +294,6 @@ impl Decoding {
     }
 
     /// Creates a view of the tables that were packed into `whole`.
-    #[must_use]
     pub fn over(whole: &Arc<Array>, [rows, pages, tiles, counters]: [usize; 4], size: DecodingSize) -> Self {
         let words = |first, bytes| Array::part(whole, first, bytes / 4);
         Self {
@@ -315,7 +311,6 @@ const SPLIT: usize = 256;
 
 /// Returns the number of f32 values that attention over a cache needs besides its result, for rows that see a prompt and a
 /// completion of these lengths.
-#[must_use]
 pub fn cached_scratch(rows: usize, [prompt, own]: [usize; 2], heads: Heads) -> usize {
     let parts: usize = [prompt, own].map(|len| len.div_ceil(SPLIT).next_power_of_two()).iter().sum();
     rows * heads.q * parts * (2 + heads.d)
@@ -331,7 +326,6 @@ impl Gpu {
 
     /// Computes self-attention of packed rows `[t, (q + 2 kv) · d]`. Returns the outputs `[t, q · d]` in the dtype of the rows,
     /// and the log-sum-exps `[t, q]` in f32.
-    #[must_use]
     pub fn attention(&self, qkv: &Array, pattern: &Pattern, heads: Heads) -> (Array, Array) {
         let Heads { q, kv, d } = heads;
         let t = qkv.len() / heads.packed().max(1);
@@ -351,7 +345,6 @@ impl Gpu {
     }
 
     /// Returns the gradient with respect to the packed rows, in their dtype.
-    #[must_use]
     pub fn attention_back(
         &self,
         qkv: &Array,
@@ -408,7 +401,6 @@ impl Gpu {
 
     /// Appends the keys and values of each packed row to the last page of its completion. Returns the row's attention over prompt
     /// and completion. The bits of a row do not depend on other rows.
-    #[must_use]
     pub fn attend_cached(&self, qkv: &Array, decoding: &Decoding, layer: usize, heads: Heads) -> Array {
         let Heads { q, kv, d } = heads;
         let DecodingSize { rows, tiles, parts: [prompt_parts, own_parts], heads: blocks } = decoding.size;

@@ -91,7 +91,6 @@ impl Gpu {
     ///
     /// The check lasts about as long as `limit`, or less. Health, products and rates come first. If the time is over before all
     /// files of kernels are compiled, the kernels of the others are not checked.
-    #[must_use]
     pub fn checkup(&self, limit: Duration) -> Vec<Finding> {
         let began = Instant::now();
         let mut all = self.driver().health();

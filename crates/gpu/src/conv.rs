@@ -17,7 +17,6 @@ const PER_PART: usize = 256;
 
 impl Unfolding {
     /// Uploads the input row under each tap of each output row (`u32::MAX` if there is none), for an input of `rows` rows.
-    #[must_use]
     pub fn new(gpu: &Gpu, sources: &[u32], taps: usize, rows: usize) -> Self {
         let mut counts = vec![0u32; rows + 1];
         for &source in sources.iter().filter(|&&source| source != u32::MAX) {
@@ -42,7 +41,6 @@ impl Unfolding {
     }
 
     /// Returns the number of output rows.
-    #[must_use]
     pub fn rows(&self) -> usize {
         self.sources.len() / self.taps.max(1)
     }
@@ -50,7 +48,6 @@ impl Unfolding {
 
 impl Gpu {
     /// Gathers patches from rows of `c` channels into rows `[outputs, c · taps]`.
-    #[must_use]
     pub fn unfold(&self, x: &Array, patches: &Unfolding, c: usize) -> Array {
         let count = patches.rows() * patches.taps;
         let y = self.alloc(count * c, x.dtype());
@@ -66,7 +63,6 @@ impl Gpu {
 
     /// Computes a depthwise 3×3 convolution of images of `[h, w]` positions. If `flip`, computes the gradient with respect to the
     /// input.
-    #[must_use]
     pub fn depthwise(&self, x: &Array, weight: &Array, [h, w]: [usize; 2], flip: bool) -> Array {
         let c = weight.len() / 9;
         let y = self.alloc(x.len(), x.dtype());
@@ -88,7 +84,6 @@ impl Gpu {
     }
 
     /// Computes `x · sigmoid(gate)`. Each row of `gate [n, c]` applies to several consecutive rows of `x`.
-    #[must_use]
     pub fn gate(&self, x: &Array, gate: &Array, c: usize) -> Array {
         let y = self.alloc(x.len(), x.dtype());
         let each = x.len() / gate.len().max(1);
@@ -97,7 +92,6 @@ impl Gpu {
     }
 
     /// Returns the gradients with respect to `x` and the gate.
-    #[must_use]
     pub fn gate_back(&self, x: &Array, gate: &Array, dy: &Array, c: usize) -> [Array; 2] {
         let dgate = self.alloc(gate.len(), gate.dtype());
         let (rows, each) = (gate.len() / c.max(1), x.len() / gate.len().max(1));
@@ -106,7 +100,6 @@ impl Gpu {
     }
 
     /// Computes `Σ softmax(logits)ᵢ · xᵢ` over the alternatives `xᵢ`, which are consecutive in `x`.
-    #[must_use]
     pub fn blend(&self, x: &Array, logits: &Array) -> Array {
         let n = x.len() / logits.len().max(1);
         let y = self.alloc(n, x.dtype());
@@ -115,7 +108,6 @@ impl Gpu {
     }
 
     /// Returns the gradients with respect to `x` and the logits.
-    #[must_use]
     pub fn blend_back(&self, x: &Array, logits: &Array, dy: &Array) -> [Array; 2] {
         let (n, k) = (dy.len(), logits.len());
         let dx = self.alloc(x.len(), x.dtype());

@@ -25,7 +25,6 @@ pub enum Dtype {
 
 impl Dtype {
     /// Returns the number of bytes that one number takes.
-    #[must_use]
     pub fn size(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -81,14 +80,12 @@ impl Gpu {
 
     /// Creates an emulator. `schedule` is the seed of the order in which threads run; with 0, all threads advance together.
     #[cfg(feature = "emulator")]
-    #[must_use]
     pub fn emulated(schedule: u64) -> Self {
         Self::emulated_with(schedule, usize::MAX)
     }
 
     /// Creates an emulator with `memory` bytes.
     #[cfg(feature = "emulator")]
-    #[must_use]
     pub fn emulated_with(schedule: u64, memory: usize) -> Self {
         Self::over(Emulated::linked(schedule, memory))
     }
@@ -109,19 +106,16 @@ impl Gpu {
         }))
     }
 
-    #[must_use]
     pub fn name(&self) -> String {
         self.driver().name()
     }
 
     /// Connects to the driver's management library, which reports the load of this GPU; `None` without it.
-    #[must_use]
     pub fn monitor(&self) -> Option<Monitor> {
         Monitor::open(self.driver().bus()?).ok()
     }
 
     /// Returns the numbers of free and total bytes of memory, or `None` if they are unknown.
-    #[must_use]
     pub fn memory(&self) -> Option<[usize; 2]> {
         self.driver().memory()
     }
@@ -151,7 +145,6 @@ impl Gpu {
 
     /// Returns the numbers of uploads to the emulator, of reads from it and of kernels it ran, since it was opened.
     #[cfg(feature = "emulator")]
-    #[must_use]
     pub fn traffic(&self) -> Option<[u64; 3]> {
         self.driver().emulated().map(Emulated::traffic)
     }
@@ -167,7 +160,6 @@ impl Gpu {
 
     /// Rounds `rows` up to one of a few batch sizes, so that one graph serves many batches. Kernels for few rows process at least
     /// 8 and at most 64 rows at a time. On the emulator, every additional row takes time.
-    #[must_use]
     pub fn batch_of(&self, rows: usize) -> usize {
         let unit = self.driver().least_rows();
         match rows.div_ceil(unit) {
@@ -205,7 +197,6 @@ impl Gpu {
     }
 
     /// Allocates memory with undefined contents.
-    #[must_use]
     pub fn alloc(&self, len: usize, dtype: Dtype) -> Array {
         let bytes = len * dtype.size();
         let (at, memory) = match self.arena_block(bytes) {
@@ -252,7 +243,6 @@ impl Gpu {
     }
 
     /// Allocates an array of zeros.
-    #[must_use]
     pub fn zeros(&self, len: usize, dtype: Dtype) -> Array {
         let mut array = self.alloc(len, dtype);
         self.clear(&mut array, 0..len);
@@ -273,19 +263,16 @@ impl Gpu {
     }
 
     /// Uploads values.
-    #[must_use]
     pub fn upload(&self, data: &[f32]) -> Array {
         self.upload_bytes(bytemuck::cast_slice(data), data.len(), Dtype::F32)
     }
 
     /// Uploads bf16 values.
-    #[must_use]
     pub fn upload_bf16(&self, data: &[bf16]) -> Array {
         self.upload_bytes(bytemuck::cast_slice(data), data.len(), Dtype::Bf16)
     }
 
     /// Uploads plain data such as indices, offsets and tables, as words of 4 bytes.
-    #[must_use]
     pub fn upload_words<T: bytemuck::NoUninit>(&self, data: &[T]) -> Array {
         let bytes: &[u8] = bytemuck::cast_slice(data);
         self.upload_bytes(bytes, bytes.len() / 4, Dtype::F32)
@@ -440,13 +427,11 @@ impl Pack {
         first
     }
 
-    #[must_use]
     pub fn words(&self) -> &[u32] {
         &self.0
     }
 
     /// Uploads all words as one array.
-    #[must_use]
     pub fn upload(&self, gpu: &Gpu) -> Arc<Array> {
         Arc::new(gpu.upload_words(&self.0))
     }
@@ -466,7 +451,6 @@ enum Memory {
 
 impl Array {
     /// Creates an array from `len` words of `whole`. The first word must be at a multiple of 4.
-    #[must_use]
     pub fn part(whole: &Arc<Self>, first: usize, len: usize) -> Self {
         let words = whole.num_bytes() / 4;
         debug_assert!(first + len <= words && first.is_multiple_of(4), "{len} words from {first} of {words}");
@@ -482,28 +466,23 @@ impl Array {
     }
 
     /// Returns the device on which the array is allocated.
-    #[must_use]
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
     }
 
-    #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    #[must_use]
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
 
     /// Copies the values to the host as f32, after waiting for queued work.
-    #[must_use]
     pub fn to_vec(&self) -> Vec<f32> {
         match self.dtype {
             Dtype::F32 => self.words(),
@@ -519,7 +498,6 @@ impl Array {
     }
 
     /// Copies the values to the host as bf16. f32 values are rounded.
-    #[must_use]
     pub fn to_bf16(&self) -> Vec<bf16> {
         match self.dtype {
             Dtype::F32 => self.to_vec().into_iter().map(bf16::from_f32).collect(),
@@ -536,7 +514,6 @@ impl Array {
     }
 
     /// Returns an element as an argument of kernels.
-    #[must_use]
     pub fn element(&self, index: usize) -> Element<'_> {
         Element::new(self.place(index), self.dtype)
     }

@@ -18,7 +18,6 @@ pub struct Place<'a> {
 
 impl<'a> Place<'a> {
     /// Addresses rows of `stride` elements. The first row begins at element `first`.
-    #[must_use]
     pub fn new(first: usize, stride: usize) -> Self {
         Self { first, stride, index: None }
     }
@@ -60,7 +59,6 @@ fn kind(act: Activation) -> usize {
 
 impl Gpu {
     /// Returns a copy of an array, converted to a dtype.
-    #[must_use]
     pub fn cast(&self, x: &Array, dtype: Dtype) -> Array {
         let y = self.alloc(x.len(), dtype);
         self.each(elementwise::cast(&y, x, x.len()), x.len().div_ceil(4));
@@ -130,7 +128,6 @@ impl Gpu {
     }
 
     /// Computes `act(x)` for every element.
-    #[must_use]
     pub fn activation(&self, x: &Array, act: Activation) -> Array {
         let y = self.alloc(x.len(), x.dtype());
         self.each(elementwise::activation(&y, x, kind(act), x.len()), x.len().div_ceil(4));
@@ -144,7 +141,6 @@ impl Gpu {
     }
 
     /// Computes `silu(gate) · up` from `[t, 2i]` to `[t, i]`.
-    #[must_use]
     pub fn swiglu(&self, gate_up: &Array, t: usize, i: usize) -> Array {
         let y = self.alloc(t * i, gate_up.dtype());
         self.each_quad(elementwise::swiglu(&y, gate_up, t, i), t, i);
@@ -176,7 +172,6 @@ impl Gpu {
     ///
     /// Each pair of elements draws its random bits from SplitMix64 of `key`, the key of the row (without `row_keys`, its index)
     /// and the column of the pair. An element is dropped if its value is below `threshold`.
-    #[must_use]
     pub fn dropout(
         &self,
         x: &Array,

@@ -30,7 +30,6 @@ pub struct Chosen {
 
 impl Gpu {
     /// Chooses the `topk` experts with the largest logits `[rows, all]` of each row, the first of equal ones.
-    #[must_use]
     pub fn choose_experts(&self, logits: &Array, [rows, all, topk]: [usize; 3]) -> Chosen {
         let table = |len| self.alloc(len, Dtype::F32);
         let [experts, row_of, in_order] = [table(rows * topk), table(rows * topk), table(rows * topk)];
@@ -154,13 +153,11 @@ impl Gpu {
     }
 
     /// Multiplies each place of `x` by its weight. `all` is the number of experts.
-    #[must_use]
     pub fn weigh(&self, x: &Array, logits: &Array, places: &Mixture, experts: &Array, all: usize) -> Array {
         self.scale_rows(x, &self.place_weights(logits, places, experts, all).0)
     }
 
     /// Returns the gradients of [`Self::weigh`] with respect to `x` and, in f32, with respect to the logits.
-    #[must_use]
     pub fn weigh_back(
         &self,
         [x, dy]: [&Array; 2],

@@ -61,13 +61,11 @@ impl Drop for Blocks {
 
 impl Arena {
     /// Creates an arena without blocks.
-    #[must_use]
     pub fn new(gpu: &Gpu) -> Self {
         Self(Arc::new(Blocks { gpu: gpu.clone(), all: Mutex::default() }))
     }
 
     /// Returns the total number of bytes in the blocks of the arena.
-    #[must_use]
     pub fn num_bytes(&self) -> usize {
         self.0.lock().iter().map(|block| block.bytes).sum()
     }

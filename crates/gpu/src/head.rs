@@ -19,7 +19,6 @@ pub struct Marks {
 
 impl Marks {
     /// Uploads the tokens and their offsets. There is one more offset than there are rows.
-    #[must_use]
     pub fn new(gpu: &Gpu, offsets: &[u32], tokens: &[u32]) -> Self {
         Self {
             offsets: gpu.upload_words(offsets),
@@ -40,7 +39,6 @@ impl Marks {
 }
 
 /// Returns the number of rows and of logits that a GPU computes at a time.
-#[must_use]
 pub fn piece(rows: usize, vocab: usize) -> [usize; 2] {
     let [most, elements] = LOGITS;
     let rows = rows.min(most);
@@ -69,7 +67,6 @@ pub struct Head<'a> {
 impl Gpu {
     /// Returns the log-probabilities of the targets, the entropies `[rows]` and the log-sum-exps `[rows]` of softmax(logits /
     /// temperature).
-    #[must_use]
     pub fn score(&self, normed: &Array, head: Head, marks: &Marks) -> [Array; 3] {
         let Head { weight, vocab, h, temperature } = head;
         let rows = marks.rows();
@@ -130,7 +127,6 @@ impl Gpu {
     ///
     /// The function takes the gradients of the log-probabilities and, optionally, of the entropies. The entropies and
     /// log-sum-exps must be those that [`Self::score`] returned.
-    #[must_use]
     pub fn score_back(
         &self,
         normed: &Array,

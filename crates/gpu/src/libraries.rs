@@ -60,7 +60,6 @@ pub struct Library {
 
 /// Loads the CUDA libraries that GPU operations need and asks for their versions. `driver` is the newest version that the driver
 /// supports, or `None` if there is no driver.
-#[must_use]
 pub fn libraries(given: &[PathBuf], driver: Option<i32>) -> [Library; 2] {
     let nvrtc = Nvrtc::load(given, driver).map(|nvrtc| (nvrtc.path().to_owned(), nvrtc.version()));
     let blas = load_blas(given, driver).map(|(functions, path)| (path, blas::version(&functions)));
@@ -158,7 +157,6 @@ pub(crate) fn package(wanted: Wanted, driver: Option<i32>) -> String {
 ///
 /// These are the given folders, their `lib64` and `lib`, and the folders `nvidia/*/lib` of Python packages. The packages are
 /// searched directly below the given folders, and below the packages of a Python that is installed there.
-#[must_use]
 pub fn folders(given: &[PathBuf]) -> Vec<PathBuf> {
     let below = |folder: PathBuf| std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
     let mut all = Vec::new();

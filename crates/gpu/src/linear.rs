@@ -24,7 +24,6 @@ pub struct Codes {
 
 impl Codes {
     /// Uploads the codes and scales (`{min, step}`) of `n` rows of `k` elements.
-    #[must_use]
     pub fn new(gpu: &Gpu, bits: QuantBits, [n, k]: [usize; 2], codes: &[u32], scales: &[[bf16; 2]]) -> Self {
         let row = [codes.len() / n.max(1), scales.len() / n.max(1)];
         Self { bits, k, codes: gpu.upload_words(codes), scales: gpu.upload_words(scales), row }
@@ -79,7 +78,6 @@ pub(crate) enum Factored<'a> {
 
 impl Weight<'_> {
     /// Returns the dtype of both factors in a product with this weight.
-    #[must_use]
     pub fn dtype(&self) -> Dtype {
         match self {
             Self::Dense(array) => array.dtype(),
@@ -146,7 +144,6 @@ fn parts_of(tiles: usize, k: usize) -> [usize; 2] {
 }
 
 /// Returns the number of f32 values that a launch over up to 64 rows and layers with `n` outputs in all needs besides its result.
-#[must_use]
 pub fn few_rows_scratch(rows: usize, n: usize, k: usize) -> usize {
     let tiles = n.div_ceil(WEIGHT_ROWS);
     match parts_of(tiles, k) {
@@ -163,7 +160,6 @@ fn rows(x: &Array, width: usize, others: usize) -> usize {
 impl Gpu {
     /// Returns rows of a weight in the dtype of its product: either the rows with the given indices, or `rows` rows from the
     /// first on.
-    #[must_use]
     pub fn weight_rows(
         &self,
         weight: Weight,

@@ -70,7 +70,6 @@ fn library(given: &[PathBuf], driver: Option<i32>) -> Result<(Functions, PathBuf
 }
 
 /// Loads NCCL, which only several GPUs need, and asks for its version. `driver` is the newest version that the driver supports.
-#[must_use]
 pub fn nccl(given: &[PathBuf], driver: Option<i32>) -> Library {
     let found = library(given, driver).map(|(_, path, version)| (path, version));
     Library { name: NCCL.name, found }
@@ -203,7 +202,6 @@ impl Nccl {
     }
 
     /// Returns the name and the version of the engine.
-    #[must_use]
     pub fn name(&self) -> String {
         format!("NCCL {}.{}", self.version[0], self.version[1])
     }

@@ -5,7 +5,6 @@ use crate::launchers::norms;
 
 impl Gpu {
     /// Returns `x · rstd · weight` in `dtype`, and `rstd` as `[t]`.
-    #[must_use]
     pub fn rms(&self, x: &Array, weight: &Array, eps: f32, dtype: Dtype) -> (Array, Array) {
         let h = weight.len();
         let t = x.len() / h.max(1);
@@ -16,7 +15,6 @@ impl Gpu {
 
     /// Returns `(x − mean) · rstd · weight + bias` in `dtype`, and statistics `[2, t]`: the means and the reciprocal standard
     /// deviations.
-    #[must_use]
     pub fn layer(&self, x: &Array, weight: &Array, bias: &Array, eps: f32, dtype: Dtype) -> (Array, Array) {
         let h = weight.len();
         let t = x.len() / h.max(1);

@@ -103,7 +103,6 @@ impl Monitor {
     }
 
     /// Returns the load of the card at this moment.
-    #[must_use]
     pub fn load(&self) -> Load {
         let (mut rates, mut memory) = (Rates::default(), Memory::default());
         // SAFETY: NVML is initialised, the device is one of its handles, and both addresses are valid.

@@ -112,13 +112,11 @@ impl Nvrtc {
     }
 
     /// Returns the version that the library states, as `[major, minor]`.
-    #[must_use]
     pub fn version(&self) -> [i32; 2] {
         self.version
     }
 
     /// Returns the path of the loaded file.
-    #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -51,7 +51,6 @@ impl Gpu {
     /// Splits f32 values into the two parts that [`Self::adamw`] stores for a bf16 weight: the weight, rounded to nearest even,
     /// and the difference of the bits. If a value is half-way between two weights and is rounded down, its lower neighbour is
     /// stored instead.
-    #[must_use]
     pub fn split_master(&self, master: &[f32]) -> (Array, Array) {
         let exact = |x: &f32| x.to_bits() - u32::from(x.to_bits() & 0x1_ffff == 0x8000);
         let upper = |bits: u32| bf16::from_f32(f32::from_bits(bits));
@@ -62,7 +61,6 @@ impl Gpu {
     }
 
     /// Returns the f32 values that [`Self::adamw`] reconstructs from a bf16 weight and its `rest`.
-    #[must_use]
     pub fn join_master(&self, weight: &Array, rest: &Array) -> Vec<f32> {
         debug_assert_eq!(weight.dtype(), Dtype::Bf16);
         let (upper, rest): (Vec<u16>, Vec<i16>) = (weight.words(), rest.words());

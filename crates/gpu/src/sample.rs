@@ -60,7 +60,6 @@ pub struct DrawSize {
 
 impl DrawSize {
     /// Returns the sizes of the tables for these rows.
-    #[must_use]
     pub fn of(rows: &[Row], sampling: &Sampling) -> Self {
         let seen = if sampling.penalises() { rows.iter().map(|row| row.seen.len()).sum() } else { 0 };
         Self { rows: rows.len(), seen, forbids: rows.iter().any(|row| row.forbids) }
@@ -138,7 +137,6 @@ impl Draws {
     }
 
     /// Creates a view of the tables that were packed into `whole`.
-    #[must_use]
     pub fn over(whole: &Arc<Array>, at: DrawPlaces, size: DrawSize) -> Self {
         Self { whole: Arc::clone(whole), at, size }
     }
@@ -165,13 +163,11 @@ impl Gpu {
     }
 
     /// Allocates memory for the tokens that are drawn for `rows` rows.
-    #[must_use]
     pub fn drawn(&self, rows: usize) -> Array {
         self.alloc(4 * rows, Dtype::F32)
     }
 
     /// Returns the drawn tokens. Waits for queued work.
-    #[must_use]
     pub fn read_drawn(&self, out: &Array) -> Vec<Drawn> {
         let drawn = |[id, rest @ ..]: [u32; 4]| {
             let [logprob, sampler_logprob, entropy] = rest.map(f32::from_bits);

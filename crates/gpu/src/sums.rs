@@ -25,7 +25,6 @@ pub struct Mixture {
 
 impl Mixture {
     /// Uploads offsets (one more than there are outputs), rows and weights (`None` means 1).
-    #[must_use]
     pub fn new(gpu: &Gpu, offsets: &[u32], rows: &[u32], weights: Option<&[f32]>) -> Self {
         Self {
             offsets: gpu.upload_words(offsets),
@@ -48,7 +47,6 @@ impl Mixture {
 
     /// Creates the transposed sums from `(row of the input, row of the output, weight)`, in the order in which terms are added.
     /// Only rows that occur are outputs.
-    #[must_use]
     pub fn reversed(gpu: &Gpu, mut terms: Vec<(u32, u32, f32)>) -> Self {
         // The sort is stable, so the terms of each row keep the given order.
         terms.sort_by_key(|term| term.0);
@@ -119,19 +117,16 @@ impl Gpu {
     }
 
     /// Returns partial sums of squares in f64, as pairs of words.
-    #[must_use]
     pub fn squares(&self, x: &Array) -> Array {
         self.dots((x, 0), (x, 0), x.len())
     }
 
     /// Returns the sum of squares in f64. Waits for queued work.
-    #[must_use]
     pub fn sum_of_squares(&self, x: &Array) -> f64 {
         self.sums_of_squares(&[x]).into_iter().sum()
     }
 
     /// Returns the sum of squares of each array in f64. Waits once for queued work.
-    #[must_use]
     pub fn sums_of_squares(&self, arrays: &[&Array]) -> Vec<f64> {
         let parts = |x: &Array| x.len().div_ceil(PER_BLOCK);
         let all = self.alloc(2 * arrays.iter().map(|x| parts(x)).sum::<usize>(), Dtype::F32);

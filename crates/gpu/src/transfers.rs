@@ -296,7 +296,6 @@ pub struct Arriving(Receiver<Vec<f32>>, Gpu);
 impl Arriving {
     /// Waits for the values. They are NaN if the device has failed. Returns `None` if the copying thread has ended or could not
     /// start. The device reports that as its failure.
-    #[must_use]
     pub fn wait(self) -> Option<Vec<f32>> {
         let values = self.0.recv().ok();
         if values.is_none() {
@@ -309,7 +308,6 @@ impl Arriving {
 
 impl Transfers {
     /// Prepares copies. Buffers are allocated at the first use.
-    #[must_use]
     pub fn new(gpu: &Gpu) -> Self {
         let waiting = Waiting::new((Mutex::new(Some(0)), Condvar::new()));
         let (orders, received) = channel();
@@ -327,7 +325,6 @@ impl Transfers {
 
     /// Starts to copy an f32 array to main memory, after all work that is already queued. The array is dropped when its values
     /// have arrived. `to` is memory for the values; its content does not matter. Waits first if too many bytes are waiting.
-    #[must_use]
     pub fn download(&self, array: Arc<Array>, to: Vec<f32>) -> Arriving {
         let (done, arriving) = channel();
         let ready = self.gpu.mark(Queue::Main);

@@ -25,19 +25,16 @@ pub struct Dual {
 
 impl Dual {
     /// Creates a constant.
-    #[must_use]
     pub fn constant(value: f64) -> Self {
         Self { value, d_ratio: 0.0, d_logp: 0.0 }
     }
 
     /// Creates the ratio variable, with a derivative of 1 with respect to itself.
-    #[must_use]
     pub fn ratio(value: f64) -> Self {
         Self { value, d_ratio: 1.0, d_logp: 0.0 }
     }
 
     /// Creates the log-probability variable, with a derivative of 1 with respect to itself.
-    #[must_use]
     pub fn logp(value: f64) -> Self {
         Self { value, d_ratio: 0.0, d_logp: 1.0 }
     }

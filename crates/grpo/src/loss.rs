@@ -145,7 +145,6 @@ impl Correction {
     pub const OFF: Self = Self { kind: CorrectionKind::Off, max: 3.0, min: None };
 
     /// Returns true if the correction needs log-probabilities of the sampler.
-    #[must_use]
     pub fn is_on(&self) -> bool {
         self.kind != CorrectionKind::Off
     }
@@ -213,13 +212,11 @@ pub struct LossPlan {
 
 impl LossPlan {
     /// Returns true if the loss needs a reference policy.
-    #[must_use]
     pub fn needs_reference(&self) -> bool {
         self.beta != 0.0 && self.kl != Kl::Off
     }
 
     /// Returns true if the loss includes per-token entropies. Otherwise their gradient is zero.
-    #[must_use]
     pub fn needs_entropy(&self) -> bool {
         self.entropy_coef != 0.0
     }

@@ -5,7 +5,6 @@
 ///
 /// The stop token is part of the completion, because the policy must learn to emit it. `stop_ids` must be the set that stopped
 /// the sampler. With another set, padding after the stop would count.
-#[must_use]
 pub fn completion_length(ids: &[u32], stop_ids: &[u32]) -> usize {
     ids.iter().position(|id| stop_ids.contains(id)).map_or(ids.len(), |first_stop| first_stop + 1)
 }

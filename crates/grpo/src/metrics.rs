@@ -46,13 +46,11 @@ impl Moments {
     }
 
     /// Returns the mean; `None` without numbers.
-    #[must_use]
     pub fn mean(&self) -> Option<f64> {
         (self.count > 0).then_some(self.mean)
     }
 
     /// Returns the sample deviation (n - 1); `None` with fewer than two numbers.
-    #[must_use]
     pub fn std(&self) -> Option<f64> {
         (self.count > 1).then(|| (self.squares / (self.count - 1) as f64).sqrt())
     }
@@ -266,13 +264,11 @@ impl MetricSums {
     }
 
     /// Returns the mean total reward over scorable completions.
-    #[must_use]
     pub fn reward(&self) -> Option<f64> {
         self.total.mean()
     }
 
     /// Returns the metrics in a fixed order. Parts to which nothing was added (rewards, completions, loss) are left out.
-    #[must_use]
     pub fn metrics(&self) -> Vec<Metric> {
         let mut out: Vec<Metric> = Vec::new();
         let mut put = |name: &str, value: Option<f64>| out.push((name.to_owned(), value));

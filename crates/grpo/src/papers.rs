@@ -61,7 +61,6 @@ const SAPO: Paper = Paper {
 
 impl Paper {
     /// Formats a BibTeX entry.
-    #[must_use]
     pub fn bibtex(&self) -> String {
         let Self { arxiv, title, author, year, .. } = self;
         let name: String =
@@ -75,7 +74,6 @@ impl Paper {
 
 impl LossPlan {
     /// Returns the papers whose methods this loss uses, beginning with GRPO.
-    #[must_use]
     pub fn papers(&self) -> Vec<Paper> {
         let higher = matches!(self.surrogate, Surrogate::Clip { low, high, .. } if high > low);
         let each = [

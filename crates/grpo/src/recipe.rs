@@ -148,7 +148,6 @@ pub const RECIPES: &[Recipe] = &[
 /// assert_eq!(dr_grpo.advantage, AdvantageKind::GroupCenter);
 /// assert!(recipe("unknown recipe").is_none());
 /// ```
-#[must_use]
 pub fn recipe(name: &str) -> Option<&'static Recipe> {
     RECIPES.iter().find(|recipe| recipe.name == name)
 }

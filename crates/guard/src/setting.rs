@@ -35,8 +35,7 @@ impl fmt::Display for Setting {
 }
 
 /// Declares the settings that the messages of a crate name: a constant for each, so that a message is `"lower {MAX_STEPS}"`, and the
-/// list `SETTINGS`. The compiler checks the fields of a `struct` and the choices of an `enum`. It does not see plans of crates that
-/// depend on this one; they are `extern`.
+/// list `SETTINGS`. The compiler checks the fields of a `struct` and the choices of an `enum`.
 ///
 /// ```compile_fail,E0609
 /// struct RunPlan { max_steps: u64 }
@@ -46,7 +45,6 @@ impl fmt::Display for Setting {
 macro_rules! settings {
     (@check struct $plan:ident $($field:tt)+) => { const _: usize = ::std::mem::offset_of!($plan, $($field)+); };
     (@check enum $plan:ident $choice:ident) => { const _: fn() = || { let _ = $plan::$choice; }; };
-    (@check extern $($field:tt)+) => {};
     ($($kind:tt $plan:ident { $($name:ident = $first:ident $(. $rest:ident)*),+ $(,)? })+) => {
         $($(
             pub(crate) const $name: $crate::Setting = $crate::Setting {
@@ -73,16 +71,15 @@ mod tests {
     crate::settings! {
         struct Plan { RANGE = range, END = range.end }
         enum Choice { NEVER = Never }
-        extern Later { STEPS = steps }
     }
 
     #[test]
     fn a_setting_has_its_own_name_until_a_program_names_it() {
-        assert_eq!(SETTINGS, [RANGE, END, NEVER, STEPS]);
-        let said = || format!("lower {END}, {NEVER}, {STEPS}");
-        assert_eq!(said(), "lower Plan::range.end, Choice::Never, Later::steps");
+        assert_eq!(SETTINGS, [RANGE, END, NEVER]);
+        let said = || format!("lower {END}, {NEVER}");
+        assert_eq!(said(), "lower Plan::range.end, Choice::Never");
         name_settings_by(|setting| (setting == END).then_some("--end".into()));
         name_settings_by(|_| None);
-        assert_eq!(said(), "lower --end, Choice::Never, Later::steps", "the first names stay");
+        assert_eq!(said(), "lower --end, Choice::Never", "the first names stay");
     }
 }

@@ -9,7 +9,6 @@ use hyper::http::uri::Authority;
 /// Returns true if an authority, `host` or `host:port`, names this machine in a way that no page can forge: as `localhost`, by a
 /// loopback address, or by the address `bound` of the server. A server on all addresses accepts every address. Names of users and
 /// ports without a number are refused.
-#[must_use]
 pub fn names_machine(authority: &[u8], bound: IpAddr) -> bool {
     let Ok(parsed) = Authority::try_from(authority) else { return false };
     let host = parsed.host();
@@ -57,7 +56,6 @@ pub fn is_bearer<'a>(mut values: impl Iterator<Item = &'a [u8]>, key: &str) -> b
 }
 
 /// Returns true if a client knows a secret. The time does not depend on where the two differ. No one knows an empty secret.
-#[must_use]
 pub fn is_secret(given: &[u8], secret: &str) -> bool {
     let secret = secret.as_bytes();
     let differ = given.iter().zip(secret).fold(0, |differ, (a, b)| std::hint::black_box(differ | (a ^ b)));

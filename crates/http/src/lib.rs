@@ -112,44 +112,37 @@ pub struct Request {
 
 impl Request {
     /// Returns the path of the URL, with its percent escapes.
-    #[must_use]
     pub fn path(&self) -> &str {
         self.head.uri.path()
     }
 
     /// Returns the query of the URL, without the `?`; empty if there is none.
-    #[must_use]
     pub fn query(&self) -> &str {
         self.head.uri.query().unwrap_or_default()
     }
 
     /// Returns true for a `POST`.
-    #[must_use]
     pub fn is_post(&self) -> bool {
         self.head.method == Method::POST
     }
 
     /// Returns a header field if it is text.
-    #[must_use]
     pub fn field(&self, name: &HeaderName) -> Option<&str> {
         self.head.headers.get(name)?.to_str().ok()
     }
 
     /// Returns true if the request has one header field `Authorization`, with this key as `Bearer`.
-    #[must_use]
     pub fn has_key(&self, key: &str) -> bool {
         is_bearer(self.values(&AUTHORIZATION), key)
     }
 
     /// Returns the origin of the page that sends the request.
-    #[must_use]
     pub fn origin(&self) -> Origin {
         let host = self.head.headers.get(HOST).map_or(&[][..], HeaderValue::as_bytes);
         origin(host, self.values(&ORIGIN))
     }
 
     /// Returns the body of a `POST`; it is empty until the head is accepted.
-    #[must_use]
     pub fn body(&self) -> &[u8] {
         self.body.bytes()
     }
@@ -219,15 +212,12 @@ impl Answer {
     }
 
     /// Creates a response with this status and media type.
-    #[must_use]
     pub fn new(status: u16, kind: &str, content: impl Into<Vec<u8>>) -> Self {
         Self::of(status, Content::Bytes(content.into())).with(CONTENT_TYPE, kind)
     }
 
-    /// Creates a response whose parts are produced while it is sent, with a pause of `every` after each. `bytes` is the total
-    /// size;
+    /// Creates a response whose parts are produced while it is sent, with a pause of `every` after each. `bytes` is the total size;
     /// without it, the response ends after the last part.
-    #[must_use]
     pub fn stream(status: u16, kind: &str, bytes: Option<u64>, every: Duration, parts: Parts) -> Self {
         let answer = Self::of(status, Content::Stream { bytes, every, parts }).with(CONTENT_TYPE, kind);
         match bytes {
@@ -238,7 +228,6 @@ impl Answer {
 
     /// Creates a response that another thread sends. If the sender is dropped, the response has status 500; if it is closed, the
     /// client has disconnected.
-    #[must_use]
     pub fn later() -> (Self, oneshot::Sender<Self>) {
         let (sender, answer) = oneshot::channel();
         (Self::of(200, Content::Later(answer)), sender)
@@ -246,7 +235,6 @@ impl Answer {
 
     /// Creates a response whose parts another thread sends. It ends when the sender is dropped; if the sender is closed, the
     /// client has disconnected.
-    #[must_use]
     pub fn fed(status: u16, kind: &str) -> (Self, parts::UnboundedSender<Vec<u8>>) {
         let (sender, parts) = parts::unbounded_channel();
         (Self::of(status, Content::Fed(parts)).with(CONTENT_TYPE, kind), sender)
@@ -267,7 +255,6 @@ impl Answer {
     }
 
     /// Creates a response that gives a reason as text.
-    #[must_use]
     pub fn refusal(status: StatusCode, why: &str) -> Self {
         Self::new(status.as_u16(), "text/plain", format!("{why}\n"))
     }
@@ -351,13 +338,11 @@ impl Http {
     }
 
     /// Returns the address of the server.
-    #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
     /// Returns the number of open connections.
-    #[must_use]
     pub fn connections(&self) -> usize {
         locked(&self.shared.open).len()
     }

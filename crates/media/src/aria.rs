@@ -42,7 +42,6 @@ type Piece = [u32; 4];
 
 impl AriaProcessor {
     /// Returns the canvas sizes of the published processors, which are multiples of 490 px.
-    #[must_use]
     pub fn published_split() -> Vec<(u32, u32)> {
         const UNITS: [(u32, u32); 19] = [
             (1, 2),
@@ -169,7 +168,6 @@ impl AriaProcessor {
     }
 
     /// Returns the size `(width, height)` to which a picture of `width x height` is resized in its square.
-    #[must_use]
     pub fn fitted_size(&self, width: u32, height: u32) -> (u32, u32) {
         let side = self.side_px;
         let scale = f64::from(side) / f64::from(width.max(height));

@@ -34,7 +34,6 @@ pub struct SiglipProcessor {
 
 impl SiglipProcessor {
     /// Creates the published processor for an output of `side_px`.
-    #[must_use]
     pub fn new(side_px: u32, squaring: Squaring) -> Self {
         Self { side_px, mean: [0.5; 3], std: [0.5; 3], squaring }
     }

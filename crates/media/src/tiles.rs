@@ -53,7 +53,6 @@ impl Default for TileProcessor {
 ///
 /// The arrangement whose ratio is nearest to that of the picture is chosen. Several arrangements can be equally near (1x1, 2x2
 /// and 3x3 for a square). A larger one is then chosen only if the picture has more than half as many pixels as the arrangement.
-#[must_use]
 pub fn tile_grid(width: u32, height: u32, side_px: u32, min_tiles: u32, max_tiles: u32) -> (u32, u32) {
     let ratio = f64::from(width) / f64::from(height);
     let area = f64::from(width) * f64::from(height);

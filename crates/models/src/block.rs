@@ -213,7 +213,6 @@ impl Kept for KeptBlock {
 impl BlockPass {
     /// Prepares the block for the rows that `layout` describes. `rope` rotates queries and keys. If `rows` is given, only these
     /// rows continue past attention.
-    #[must_use]
     pub fn new(
         block: &Arc<Block>,
         pass: &Pass,

@@ -72,25 +72,21 @@ impl Checkpoint {
     }
 
     /// Returns the directory.
-    #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
     /// Returns the content of `config.json`, with the replaced keys.
-    #[must_use]
     pub fn config(&self) -> &ConfigJson {
         &self.config
     }
 
     /// Returns the family.
-    #[must_use]
     pub fn family(&self) -> &Arc<Family> {
         &self.family
     }
 
     /// Returns the store of decoded media, shared by all prompts that are built for this value.
-    #[must_use]
     pub fn media_store(&self) -> &Arc<MediaStore> {
         &self.media_store
     }

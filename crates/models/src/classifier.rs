@@ -99,7 +99,6 @@ impl SequenceClassifier {
     }
 
     /// Returns the length of the longest supported sequence, in tokens.
-    #[must_use]
     pub fn max_tokens(&self) -> usize {
         match &self.network {
             Network::Decoder { decoder, .. } => decoder.config().max_positions,
@@ -109,7 +108,6 @@ impl SequenceClassifier {
 
     /// Returns whether the model is an encoder. The head of an encoder reads the row of the start token, which the tokenizer
     /// adds.
-    #[must_use]
     pub fn is_encoder(&self) -> bool {
         !matches!(self.network, Network::Decoder { .. })
     }

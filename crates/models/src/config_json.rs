@@ -62,7 +62,6 @@ impl ConfigJson {
     }
 
     /// Returns another object under this file's name, for constants that replace a file.
-    #[must_use]
     pub(crate) fn with_object(&self, value: Value) -> Self {
         let object = match value {
             Value::Object(object) => object,
@@ -72,13 +71,11 @@ impl ConfigJson {
     }
 
     /// Returns the raw object.
-    #[must_use]
     pub fn object(&self) -> &Map<String, Value> {
         &self.object
     }
 
     /// Returns the value of a key, unless it is absent or null.
-    #[must_use]
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.object.get(key).filter(|v| !v.is_null())
     }

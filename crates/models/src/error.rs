@@ -17,7 +17,6 @@ omnigrpo_guard::settings! {
         VIDEO_MIN_FRAMES = video.min_frames, MISSING_AUDIO = missing_audio,
     }
     struct PromptSettings { MAX_COMPLETION_LENGTH = max_completion_length, MAX_PROMPT_LENGTH = max_prompt_length }
-    extern Selection { LLM = llm, PATTERNS = patterns }
 }
 
 /// An error of this crate.

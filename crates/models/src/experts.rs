@@ -46,7 +46,6 @@ pub struct RouterPlan {
 
 impl RouterPlan {
     /// Returns whether both weights are 0, so that no loss is added.
-    #[must_use]
     pub fn is_off(self) -> bool {
         self == Self::default()
     }

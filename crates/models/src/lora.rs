@@ -9,7 +9,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use regex::Regex;
 
-use crate::error::{LLM, LORA_DROPOUT, LORA_RANK, LORA_TARGETS, ModelError, PATTERNS, Result};
+use crate::error::{LORA_DROPOUT, LORA_RANK, LORA_TARGETS, ModelError, Result};
 use crate::model::Model;
 
 /// Largest accepted rank. It is far above any practical value and bounds the memory that a file can make the program allocate.
@@ -45,7 +45,6 @@ impl Default for LoraConfig {
 
 impl LoraConfig {
     /// Returns the factor of `B A` for a given rank.
-    #[must_use]
     pub fn scale(&self, rank: usize) -> f32 {
         let rank = rank as f64;
         (self.alpha / if self.rslora { rank.sqrt() } else { rank }) as f32
@@ -63,7 +62,6 @@ pub(crate) fn module_of(tensor: &str) -> &str {
 
 impl Model {
     /// Returns the configuration of the adapters, if the model has any.
-    #[must_use]
     pub fn lora(&self) -> Option<&LoraConfig> {
         self.lora.as_ref()
     }
@@ -182,7 +180,7 @@ impl Model {
                     target,
                     if head {
                         format!(
-                            "the output head does not support an adapter; train it in full with {LLM} and {PATTERNS}"
+                            "the output head does not support an adapter; leave it out of {LORA_TARGETS}, or select its weights and train without adapters"
                         )
                     } else {
                         format!(

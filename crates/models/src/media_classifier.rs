@@ -107,7 +107,6 @@ impl MediaClassifier {
     }
 
     /// Returns the largest number of tokens of a conversation.
-    #[must_use]
     pub fn max_tokens(&self) -> usize {
         self.model.decoder().config().max_positions
     }

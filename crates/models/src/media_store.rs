@@ -93,7 +93,6 @@ impl MediaStore {
     }
 
     /// Returns the contents and hit counts.
-    #[must_use]
     pub fn usage(&self) -> MediaUsage {
         self.kept().usage
     }

@@ -13,7 +13,6 @@ pub struct Origin {
 
 impl Origin {
     /// Derives the name from the path: the cache stores a model in `models--ORG--NAME/snapshots/COMMIT`.
-    #[must_use]
     pub fn of(dir: &Path) -> Self {
         // The path of a folder that was moved away has no canonical form.
         let path =

@@ -55,7 +55,6 @@ pub struct DecoderMemory {
 impl DecoderMemory {
     /// Creates a memory for `room` rows; if more arrive, everything is dropped. With `outputs_only`, only the outputs of blocks
     /// are kept, for a pass that recomputes blocks.
-    #[must_use]
     pub fn new(room: usize, outputs_only: bool) -> Self {
         Self {
             room: Some(room),

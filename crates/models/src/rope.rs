@@ -178,7 +178,6 @@ impl Rope {
     }
 
     /// Returns the frequency of each pair of a head of `dim` columns, in radians per position.
-    #[must_use]
     pub fn frequencies(&self, dim: usize) -> Vec<f32> {
         let width = dim as f64;
         let plain = (0..dim / 2).map(|i| 1.0 / self.theta.powf(2.0 * i as f64 / width));
@@ -208,7 +207,6 @@ impl Rope {
     }
 
     /// Returns the factor of the rotated queries and keys.
-    #[must_use]
     pub fn attention(&self) -> f32 {
         match self.scaling {
             RopeScaling::Yarn { attention, .. } => attention as f32,

@@ -94,7 +94,6 @@ impl Activity {
     }
 
     /// Returns the machine that the run uses.
-    #[must_use]
     pub fn machine(&self) -> &Machine {
         &self.0.machine
     }
@@ -139,7 +138,6 @@ impl Activity {
     }
 
     /// Returns the current step, counted from 1, or `None` outside a run.
-    #[must_use]
     pub fn step(&self) -> Option<u64> {
         self.state().steps.as_ref().map(|steps| (steps.done + 1).min(steps.total))
     }
@@ -181,13 +179,11 @@ impl Activity {
     }
 
     /// Returns the number of completed steps and the total number of steps.
-    #[must_use]
     pub fn steps(&self) -> Option<(u64, u64)> {
         self.state().steps.as_ref().map(|steps| (steps.done, steps.total))
     }
 
     /// Estimates the time for the remaining steps from the mean of the recent ones; `None` before the first step is done.
-    #[must_use]
     pub fn left(&self, now: Instant) -> Option<Duration> {
         let state = self.state();
         let steps = state.steps.as_ref()?;
@@ -199,7 +195,6 @@ impl Activity {
     }
 
     /// Formats the current phase: `rollout · completions 37/64 · 4.1 k tokens · 12 tok/s`, or `backward · prompts 3/8 · 12 s`.
-    #[must_use]
     pub fn doing(&self, now: Instant) -> String {
         let state = self.state();
         let Some(phase) = &state.phase else { return String::new() };
@@ -220,7 +215,6 @@ impl Activity {
     }
 
     /// Formats the whole activity as one line for a plain log. It is empty outside a run.
-    #[must_use]
     pub fn line(&self, now: Instant) -> String {
         let doing = self.doing(now);
         let Some((done, total)) = self.steps() else { return doing };

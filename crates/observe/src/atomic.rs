@@ -10,8 +10,7 @@ use crate::Error;
 /// Writes a file atomically. After a crash at any moment, the path contains either the complete old content or the complete new
 /// content.
 ///
-/// `write` fills a temporary file in the directory of `path`. The file is synced and renamed over `path`, and then the directory
-/// is
+/// `write` fills a temporary file in the directory of `path`. The file is synced and renamed over `path`, and then the directory is
 /// synced. On an error, the temporary file is removed and `path` is unchanged. Two processes must not write the same path at the
 /// same time.
 ///

@@ -3,10 +3,8 @@
 use crate::Rollout;
 use crate::text::{escape_line, fit};
 
-/// Formats the row, its question and its solution, then the completions with the highest and the lowest reward. If all rewards
-/// are
+/// Formats the row, its question and its solution, then the completions with the highest and the lowest reward. If all rewards are
 /// equal, it shows only one completion. Text from rows and models is escaped, and lines are cut to `width` columns.
-#[must_use]
 pub fn best_and_worst(question: &str, group: &[Rollout], width: usize) -> Vec<String> {
     let mut sorted: Vec<&Rollout> = group.iter().collect();
     // Among equal rewards, the first completion is chosen at both ends.

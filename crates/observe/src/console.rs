@@ -14,8 +14,10 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressState, P
 use omnigrpo_grpo::metric;
 use omnigrpo_guard::inside;
 
-use crate::text::{count, escape, fit, span, wrap};
-use crate::{Activity, Error, Latest, Metric, latest_table};
+use crate::events::Recorder;
+use crate::run_dir::{names, replaced};
+use crate::text::{count, escape, fit, now, span, wrap};
+use crate::{Activity, Error, Event, Latest, Metric, latest_table};
 
 /// Number of progress lines per stage in a plain log.
 const PLAIN_PARTS: u64 = 10;
@@ -49,6 +51,7 @@ struct Inner {
     sink: Sink,
     colour: bool,
     log: Mutex<Option<File>>,
+    record: Mutex<Recorder>,
     last_line: Mutex<Instant>,
     plain_every: Duration,
     activity: Activity,
@@ -58,6 +61,34 @@ enum Sink {
     /// Bars, with a fixed width if it differs from that of the terminal.
     Terminal(MultiProgress, Option<usize>),
     Plain(Mutex<Box<dyn Write + Send>>),
+    Listener(Mutex<Listener>),
+}
+
+type Listener = Box<dyn FnMut(Tone, &str) + Send>;
+
+/// Meaning of a line for the reader.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tone {
+    /// Course of the work.
+    Note,
+    /// Something that the user needs now, such as the address of a page.
+    Notice,
+    /// Something that the user should change.
+    Warning,
+    /// The reason why the work ended.
+    Error,
+}
+
+impl Tone {
+    /// Returns the name: `note`, `notice`, `warning` or `error`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Note => "note",
+            Self::Notice => "notice",
+            Self::Warning => "warning",
+            Self::Error => "error",
+        }
+    }
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -65,14 +96,12 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Returns the width of standard output in columns, if it is a terminal.
-#[must_use]
 pub fn stdout_columns() -> Option<usize> {
     Some(usize::from(terminal_size::terminal_size_of(io::stdout())?.0.0))
 }
 
 impl Console {
     /// Writes to standard error: bars if it is a terminal, in colour if requested; plain lines otherwise.
-    #[must_use]
     pub fn stderr(colour: bool) -> Self {
         if io::stderr().is_terminal() {
             let bars = MultiProgress::with_draw_target(ProgressDrawTarget::stderr());
@@ -83,9 +112,13 @@ impl Console {
     }
 
     /// Writes plain lines to `writer`.
-    #[must_use]
     pub fn plain(out: impl Write + Send + 'static) -> Self {
         Self::plain_every(out, PLAIN_EVERY)
+    }
+
+    /// Passes each line with its meaning to `listener`.
+    pub fn listener(listener: impl FnMut(Tone, &str) + Send + 'static) -> Self {
+        Self::new(Sink::Listener(Mutex::new(Box::new(listener))), false, PLAIN_EVERY)
     }
 
     fn plain_every(out: impl Write + Send + 'static, every: Duration) -> Self {
@@ -93,8 +126,9 @@ impl Console {
     }
 
     fn new(sink: Sink, colour: bool, plain_every: Duration) -> Self {
-        let (log, last_line) = (Mutex::new(None), Mutex::new(Instant::now()));
-        Self(Arc::new(Inner { sink, colour, log, last_line, plain_every, activity: Activity::default() }))
+        let (log, record, last_line) = (Mutex::new(None), Mutex::default(), Mutex::new(Instant::now()));
+        let activity = Activity::default();
+        Self(Arc::new(Inner { sink, colour, log, record, last_line, plain_every, activity }))
     }
 
     /// Also appends every later line to this file, with the time at which it was written.
@@ -109,18 +143,48 @@ impl Console {
         Ok(())
     }
 
+    /// Also records every later [`Event`] in this file, and those before which are not in a file yet. The latter get this step.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be written.
+    pub fn record_to(&self, path: &Path, step: u64) -> Result<(), Error> {
+        locked(&self.0.record).open(path, step)
+    }
+
+    /// Waits until all events are on disk.
+    ///
+    /// # Errors
+    /// Returns an error if one of them could not be written.
+    pub fn sync_record(&self) -> Result<(), Error> {
+        locked(&self.0.record).sync()
+    }
+
+    /// Ends the record of events. A later run can begin its own.
+    pub fn end_record(&self) {
+        locked(&self.0.record).close();
+    }
+
+    /// Records an event and shows its line. Without a step, it has the step in progress, or else that of the event before.
+    pub fn event(&self, step: Option<u64>, event: &Event) {
+        let (step, in_place) = locked(&self.0.record).add(step.or_else(|| self.0.activity.step()), event);
+        if event.is_shown() {
+            self.say(&event.line(step), event.tone());
+        }
+        if !in_place {
+            self.warning(&replaced(names::EVENTS));
+        }
+    }
+
     /// Returns the width of the terminal in columns, or 80 without a terminal.
-    #[must_use]
     pub fn width(&self) -> usize {
         let terminal = || Some(usize::from(terminal_size::terminal_size_of(io::stderr())?.0.0));
         match &self.0.sink {
             Sink::Terminal(_, columns) => columns.or_else(terminal).unwrap_or(COLUMNS).max(1),
-            Sink::Plain(_) => COLUMNS,
+            Sink::Plain(_) | Sink::Listener(_) => COLUMNS,
         }
     }
 
     /// Returns the current activity of the run.
-    #[must_use]
     pub fn activity(&self) -> &Activity {
         &self.0.activity
     }
@@ -128,7 +192,7 @@ impl Console {
     /// Writes to the log file only, if there is one.
     pub fn log(&self, text: &str) {
         if let Some(log) = locked(&self.0.log).as_mut() {
-            let now = jiff::Timestamp::now().round(jiff::Unit::Second).unwrap_or_default();
+            let now = now();
             let lines: String = escape(text).lines().map(|line| format!("{now} {line}\n")).collect();
             // Output errors are ignored, as the type documents.
             let _ = log.write_all(lines.as_bytes());
@@ -137,31 +201,41 @@ impl Console {
 
     /// Writes one or more lines, above any bars.
     pub fn line(&self, text: &str) {
-        self.say(text, &[]);
+        self.say(text, Tone::Note);
     }
 
-    /// Writes a line without copying it to the log file, because it contains a secret.
+    /// Writes a line that the user needs now, even where other lines are hidden.
+    pub fn notice(&self, text: &str) {
+        self.say(text, Tone::Notice);
+    }
+
+    /// Writes a notice without copying it to the log file, because it contains a secret.
     pub fn unlogged(&self, text: &str) {
-        self.show(text, &[]);
+        self.show(text, Tone::Notice, &[]);
     }
 
-    /// Writes a line with the prefix `warning:`.
+    /// Records a warning, and writes it with the prefix `warning:`.
     pub fn warning(&self, text: &str) {
-        self.say(&format!("warning: {text}"), &[("warning:", YELLOW)]);
+        self.event(None, &Event::Warning { text: text.to_owned() });
     }
 
     /// Writes an error. The text already begins with `error:`.
     pub fn error(&self, text: &str) {
-        self.say(text, &[("error:", RED)]);
+        self.say(text, Tone::Error);
+    }
+
+    fn say(&self, text: &str, tone: Tone) {
+        self.log(text);
+        let marks: &[_] = match tone {
+            Tone::Note | Tone::Notice => &[],
+            Tone::Warning => &[("warning:", YELLOW)],
+            Tone::Error => &[("error:", RED)],
+        };
+        self.show(text, tone, marks);
     }
 
     /// Writes text. On a colour terminal, the first occurrence of each mark is drawn in its style.
-    fn say(&self, text: &str, marks: &[(&str, Style)]) {
-        self.log(text);
-        self.show(text, marks);
-    }
-
-    fn show(&self, text: &str, marks: &[(&str, Style)]) {
+    fn show(&self, text: &str, tone: Tone, marks: &[(&str, Style)]) {
         let text = escape(text);
         *locked(&self.0.last_line) = Instant::now();
         // Output errors are ignored, as the type documents.
@@ -178,6 +252,10 @@ impl Console {
                 let mut out = locked(out);
                 out.write_all(format!("{text}\n").as_bytes()).and_then(|()| out.flush())
             }
+            Sink::Listener(listener) => {
+                locked(listener)(tone, &text);
+                Ok(())
+            }
         };
     }
 
@@ -188,7 +266,7 @@ impl Console {
             Sink::Terminal(bars, _) => {
                 Some(Block(bars.add(ProgressBar::new_spinner().with_style(style(BLOCK)))))
             }
-            Sink::Plain(_) => None,
+            Sink::Plain(_) | Sink::Listener(_) => None,
         }
     }
 
@@ -208,7 +286,7 @@ impl Console {
                 let bar = ProgressBar::new(total).with_style(style).with_prefix(stage.to_owned());
                 Shown::bar(bars, bar)
             }
-            Sink::Plain(_) => {
+            Sink::Plain(_) | Sink::Listener(_) => {
                 let (stage, done) = (stage.to_owned(), Arc::clone(&done));
                 Shown::lines(self, move || {
                     format!("{stage}: {}/{total}{}", done.load(Ordering::Relaxed), beside())
@@ -247,7 +325,7 @@ impl Console {
                 let bar = ProgressBar::new(total).with_style(style).with_position(done);
                 Shown::bar(bars, bar)
             }
-            Sink::Plain(_) => {
+            Sink::Plain(_) | Sink::Listener(_) => {
                 let activity = activity.clone();
                 Shown::lines(self, move || activity.line(Instant::now()))
             }
@@ -263,7 +341,8 @@ impl Console {
         let at = parts.next().unwrap_or_default();
         let reward = parts.next().filter(|part| part.starts_with("reward")).unwrap_or_default();
         let reward = reward.split(':').next().unwrap_or_default();
-        self.say(&line, &[(at, BOLD), (reward, BOLD)]);
+        self.log(&line);
+        self.show(&line, Tone::Note, &[(at, BOLD), (reward, BOLD)]);
     }
 }
 
@@ -421,7 +500,6 @@ impl Progress {
     }
 
     /// Returns the second counter of the stage: the number of sampled tokens.
-    #[must_use]
     pub fn activity(&self) -> &Activity {
         &self.activity
     }
@@ -457,7 +535,6 @@ impl Drop for Steps {
 /// Formats a summary: `step 10/300 | reward 0.697: accuracy 0.41, format 0.98 | zero-variance 38 % | clipped 12 % | kl 0.0031 |
 /// length 45.2 | 1.23 s | eta 3 h 12 min`. Without rewards, it shows the loss instead. The loss of GRPO is otherwise not shown,
 /// because it stays near 0 whatever the model learns. Values that are missing or `None` are left out.
-#[must_use]
 pub fn summary_line(step: u64, num_steps: u64, metrics: &[Metric], eta: Option<Duration>) -> String {
     let value = |name: &str| metrics.iter().find(|(key, _)| key == name).and_then(|(_, value)| *value);
     let mut parts = vec![format!("step {step}/{num_steps}")];

@@ -8,8 +8,7 @@ use std::path::{Path, PathBuf};
 
 use crate::{Error, Rollout};
 
-/// Text logs of completions, one file per reward. The reward `accuracy` uses the given path; any other reward adds its name to
-/// the
+/// Text logs of completions, one file per reward. The reward `accuracy` uses the given path; any other reward adds its name to the
 /// file name (`debug.txt`, `debug_format.txt`).
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct DebugLog {
@@ -18,7 +17,6 @@ pub struct DebugLog {
 
 impl DebugLog {
     /// Creates a log at this path.
-    #[must_use]
     pub fn new(path: PathBuf) -> Self {
         Self { path }
     }

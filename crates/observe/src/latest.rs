@@ -28,14 +28,12 @@ impl Latest {
     }
 
     /// Returns the metrics of the last step.
-    #[must_use]
     pub fn metrics(&self) -> &[Metric] {
         &self.metrics
     }
 
     /// Formats a table of at most `width` columns with the mean, the standard deviation and the history of each reward. It is empty
     /// without rewards.
-    #[must_use]
     pub fn rewards_table(&self, width: usize) -> String {
         let cell = |name: &str| self.value(name).map_or("-".to_owned(), |value| format!("{value:.3}"));
         let row = |(name, _): &Metric| {
@@ -77,7 +75,6 @@ fn has_course(metric: &str) -> bool {
 
 /// Formats a table of at most `width` columns with one row per run: the caller's cells and header first, then the numbers of the
 /// last step. A number that no run reports gets no column. The table is empty before the first step of any run.
-#[must_use]
 pub fn latest_table(header: &[&str], runs: &[(Vec<String>, &Latest)], width: usize) -> String {
     const NUMBERS: [(&str, &str, usize); 5] = [
         ("reward", "reward", 3),

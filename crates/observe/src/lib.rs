@@ -1,11 +1,12 @@
 //! Output of a run: `metrics.jsonl`, rollout logs, progress, one line per logging window, and final tables.
 //!
-//! The training loop passes names and numbers. The one-line summary and the rules of [`Health`] know a few of the names; the rest
-//! of the crate treats them as opaque.
+//! The training loop passes names and numbers, and events. The one-line summary knows a few of the names; the rest of the crate treats
+//! them as opaque.
 //!
 //! ```text
 //! step ─► PhaseTimer ─► (name, value) ─┬─► RunDir: metrics.jsonl, rollouts/, skipped.jsonl   every step
 //!                                      └─► Window ─► Console, Trackers                       every logging window
+//! Event ─► Console ─► events.jsonl, terminal, log.txt                                         when it happens
 //! ```
 //!
 //! The trackers themselves, and the page that shows a run, are in a separate crate, which reads the files written here.
@@ -16,7 +17,7 @@ mod completions;
 mod console;
 mod debug_log;
 mod error;
-mod health;
+mod events;
 mod jsonl;
 mod latest;
 mod lock;
@@ -33,10 +34,10 @@ mod window;
 pub use activity::{Activity, StepProgress};
 pub use atomic::{sync_directory, write_atomic};
 pub use completions::best_and_worst;
-pub use console::{Block, Console, Progress, Steps, stdout_columns, summary_line};
+pub use console::{Block, Console, Progress, Steps, Tone, stdout_columns, summary_line};
 pub use debug_log::DebugLog;
 pub use error::Error;
-pub use health::{Aims, Health, RULES, Rule, SETTINGS, Warning};
+pub use events::{AskedBy, Event, EventRecord, TrainingProblem};
 pub use latest::{Latest, latest_table};
 pub use lock::RunLock;
 pub use machine::{Gpu, GpuLoad, Load, Machine, Watching};
@@ -45,11 +46,12 @@ pub use phase::PhaseTimer;
 pub use report::{BeforeAfter, Report, sparkline};
 pub use run_dir::names;
 pub use run_dir::{
-    Continued, EnvironmentTurn, Existing, FinishReason, Rollout, RunDir, Skipped, Tokens, step_files, step_of,
+    Continued, EnvironmentTurn, Existing, FinishReason, Rollout, RunDir, Skipped, Tokens, replaced,
+    step_files, step_of,
 };
 pub use table::columns;
-pub use text::{escape, escape_line, fit, span, wrap};
-pub use trackers::{Event, Tracker, Trackers};
+pub use text::{escape, escape_line, fit, now, span, wrap};
+pub use trackers::{Tracked, Tracker, Trackers};
 pub use window::Window;
 
 /// Name and value of a metric. The value is `None` if there was nothing to measure; `None`, NaN and infinities are written as
@@ -57,20 +59,17 @@ pub use window::Window;
 pub type Metric = (String, Option<f64>);
 
 /// Returns true if a number of an evaluation only repeats another one under the name that a different program uses for it.
-#[must_use]
 pub fn is_alias(name: &str) -> bool {
     name.starts_with("eval_") && name.ends_with("_reward") && name != "eval_reward"
 }
 
 /// Returns true for an evaluation metric that is shown where there is room for few numbers.
-#[must_use]
 pub fn is_headline(name: &str) -> bool {
     const NAMES: [&str; 5] = ["eval_reward", "eval_accuracy", "eval_war", "eval_uar", "eval_parse_fail_rate"];
     NAMES.contains(&name) || name.starts_with("eval_pass@") || name.ends_with("/mean")
 }
 
 /// Formats the main numbers of an evaluation in one line.
-#[must_use]
 pub fn evaluation_line(step: u64, metrics: &[Metric]) -> String {
     let shown = metrics
         .iter()

@@ -70,13 +70,11 @@ impl RunLock {
     }
 
     /// Returns the access of a rank whose run is locked by its first rank.
-    #[must_use]
     pub fn of_first_rank(root: &Path) -> Self {
         Self { root: root.to_owned(), exclusive: true, _file: None }
     }
 
     /// Returns true if a process holds the lock on a directory, and `None` if the file system has no locks.
-    #[must_use]
     pub fn is_held(root: &Path) -> Option<bool> {
         let path = root.join(NAME);
         let Ok(file) = inside::open(root, &path) else { return Some(false) };
@@ -89,13 +87,11 @@ impl RunLock {
     }
 
     /// Returns the directory.
-    #[must_use]
     pub fn root(&self) -> &Path {
         &self.root
     }
 
     /// Returns true if the lock keeps other processes out. Some network file systems do not support locks.
-    #[must_use]
     pub fn is_exclusive(&self) -> bool {
         self.exclusive
     }

@@ -110,7 +110,6 @@ impl Machine {
     }
 
     /// Returns the load of the machine, which is at most a second old.
-    #[must_use]
     pub fn now(&self) -> Load {
         let mut state = self.state();
         match state.last {
@@ -120,7 +119,6 @@ impl Machine {
     }
 
     /// Ends a step and returns its metrics: the mean of the percents, and the largest memory that was seen.
-    #[must_use]
     pub fn step(&self) -> Vec<Metric> {
         let mut state = self.state();
         if state.seen.is_empty() {

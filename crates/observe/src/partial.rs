@@ -92,7 +92,6 @@ impl Partial {
     }
 
     /// Returns the finished rows.
-    #[must_use]
     pub fn done(&self) -> &BTreeMap<u64, String> {
         &self.done
     }
@@ -148,8 +147,7 @@ fn locked(path: &Path) -> Result<File, Error> {
     Ok(file)
 }
 
-/// Copies the content of a file to the first free path of `<path>.1`, `<path>.2` and so on. The file itself stays in place, and
-/// so
+/// Copies the content of a file to the first free path of `<path>.1`, `<path>.2` and so on. The file itself stays in place, and so
 /// does the lock on it.
 fn aside(path: &Path, content: &[u8]) -> Result<PathBuf, Error> {
     for n in 1_u64.. {

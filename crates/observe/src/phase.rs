@@ -19,20 +19,17 @@ pub struct PhaseTimer {
 
 impl PhaseTimer {
     /// Starts a step. Time before the first [`PhaseTimer::enter`] counts in `step_time` but not in any phase.
-    #[must_use]
     pub fn start(now: Instant) -> Self {
         Self::shown(now, &Activity::default())
     }
 
     /// Starts as [`Self::start`] does, and reports each phase to `activity`.
-    #[must_use]
     pub fn shown(now: Instant, activity: &Activity) -> Self {
         let (phases, activity) = (Vec::new(), activity.clone());
         Self { started: now, switched: now, current: None, phases, activity }
     }
 
     /// Returns the activity, for counts within a phase.
-    #[must_use]
     pub fn activity(&self) -> &Activity {
         &self.activity
     }
@@ -58,7 +55,6 @@ impl PhaseTimer {
     }
 
     /// Ends the step. Returns `step_time` and each `time/<phase>` in the order of first entry, in seconds.
-    #[must_use]
     pub fn finish(mut self, now: Instant) -> Vec<Metric> {
         self.leave(now);
         let total = now.saturating_duration_since(self.started);

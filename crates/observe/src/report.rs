@@ -98,10 +98,8 @@ fn table(header: &[&str]) -> Table {
     table
 }
 
-/// Draws a curve on one line of at most `width` characters, scaled from the smallest to the largest value. If there are more
-/// values
+/// Draws a curve on one line of at most `width` characters, scaled from the smallest to the largest value. If there are more values
 /// than columns, neighbouring values are averaged. Values that are not finite become blanks; a flat curve is drawn in the middle.
-#[must_use]
 pub fn sparkline(values: &[f64], width: usize) -> String {
     const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     let columns = values.len().min(width);

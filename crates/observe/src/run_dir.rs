@@ -6,7 +6,7 @@
 //! | `rollouts/step-000123.jsonl` | completion | when its group is scored |
 //! | `tokens/step-000123.jsonl` | completion | after the update, if enabled |
 //! | `skipped.jsonl` | dataset row that was not used | when it is found |
-//! | `warnings.jsonl` | problem that begins or ends | before the metrics that show it |
+//! | `events.jsonl` | [`Event`](crate::Event): start, warning, problem, checkpoint, evaluation, end | when it happens |
 //! | `eval/step-000123.jsonl` | completion of an evaluation | by the evaluation, as a whole |
 //!
 //! Every line or file name contains the step, so that a resumed run can truncate all logs to its checkpoint.
@@ -21,9 +21,9 @@ use serde_json::{Map, Value};
 
 use crate::atomic::sync_directory;
 use crate::jsonl::{JsonLines, each_row, truncate_after};
-use crate::{Error, Metric, Warning};
+use crate::{Error, Metric};
 
-use names::{EVALUATIONS, METRICS, ROLLOUTS, SKIPPED, TOKENS, WARNINGS};
+use names::{EVALUATIONS, LOGS, METRICS, ROLLOUTS, SKIPPED, TOKENS};
 
 /// Names of the files and directories in a run directory that record the run.
 pub mod names {
@@ -31,7 +31,9 @@ pub mod names {
     pub const METRICS: &str = "metrics.jsonl";
     /// Rows that were skipped, with the reason.
     pub const SKIPPED: &str = "skipped.jsonl";
-    /// Problems of the training that the program noticed.
+    /// Events of the run.
+    pub const EVENTS: &str = "events.jsonl";
+    /// Problems of the training in runs of version 0.2.0. Later runs have them among the events.
     pub const WARNINGS: &str = "warnings.jsonl";
     /// Completions of each step.
     pub const ROLLOUTS: &str = "rollouts";
@@ -50,7 +52,7 @@ pub mod names {
     /// Plots of the report.
     pub const PLOTS: &str = "plots";
     /// Logs with a line for each step or row.
-    pub const LOGS: [&str; 3] = [METRICS, SKIPPED, WARNINGS];
+    pub const LOGS: [&str; 4] = [METRICS, SKIPPED, EVENTS, WARNINGS];
     /// Directories with a file for each step.
     pub const BY_STEP: [&str; 3] = [ROLLOUTS, EVALUATIONS, TOKENS];
     /// Files of trackers and of the report.
@@ -115,8 +117,7 @@ pub struct Rollout {
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub columns: BTreeMap<String, Value>,
     /// Columns of the dataset row, present only with the first completion of a prompt. With them, other commands can read the log
-    /// as
-    /// rows with completions.
+    /// as rows with completions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub row: Option<Map<String, Value>>,
 }
@@ -239,12 +240,7 @@ impl RunDir {
                 }
             }
             Existing::ResumeAfter(step) => {
-                truncate_after(&metrics, step)?;
-                truncate_after(&skipped, step)?;
-                let warnings = root.join(WARNINGS);
-                if warnings.exists() {
-                    truncate_after(&warnings, step)?;
-                }
+                LOGS.iter().try_for_each(|name| truncate_after(&root.join(name), step))?;
                 let of = |name: &str| {
                     let directory = root.join(name);
                     if directory.is_dir() { step_files(&directory) } else { Ok(Vec::new()) }
@@ -296,16 +292,13 @@ impl RunDir {
     }
 
     /// Returns the output directory.
-    #[must_use]
     pub fn root(&self) -> &Path {
         &self.root
     }
 
     /// Appends one row to `metrics.jsonl`. Returns false if the log has been removed or replaced since the last row; it is then
-    /// created
-    /// again. Append the evaluation of a checkpoint's step before the checkpoint becomes visible, because a resumed run keeps all
-    /// rows
-    /// of that step and does not repeat the evaluation. If a name occurs twice, the later value is kept.
+    /// created again. Append the evaluation of a checkpoint's step before the checkpoint becomes visible, because a resumed run
+    /// keeps all rows of that step and does not repeat the evaluation. If a name occurs twice, the later value is kept.
     ///
     /// # Errors
     /// Returns an error if the file cannot be written.
@@ -351,20 +344,6 @@ impl RunDir {
         Ok(())
     }
 
-    /// Appends rows to `warnings.jsonl`. The file is created with the first row.
-    ///
-    /// # Errors
-    /// Returns an error if the file cannot be written.
-    pub fn append_warnings(&mut self, warnings: &[Warning]) -> Result<(), Error> {
-        if warnings.is_empty() {
-            return Ok(());
-        }
-        let path = self.root.join(WARNINGS);
-        JsonLines::open(&path)?.append(warnings)?;
-        self.unsynced.insert(path);
-        Ok(())
-    }
-
     /// Appends a row to `skipped.jsonl`. Returns false in the same case as [`Self::append_metrics`].
     ///
     /// # Errors
@@ -373,9 +352,8 @@ impl RunDir {
         self.skipped.append([skipped])
     }
 
-    /// Waits until all appended rows are on disk. Call this before a checkpoint becomes visible, so that a resumed run finds
-    /// every row
-    /// up to it.
+    /// Waits until all appended rows are on disk. Call this before a checkpoint becomes visible, so that a resumed run finds every
+    /// row up to it.
     ///
     /// # Errors
     /// Returns an error if the data cannot be synced to disk.
@@ -399,6 +377,11 @@ impl RunDir {
     }
 }
 
+/// Returns the warning about a log that was removed or replaced while the run wrote it.
+pub fn replaced(log: &str) -> String {
+    format!("{log} was removed or replaced while the run wrote it; the new file lacks the earlier rows")
+}
+
 /// Lists the step files in a directory of rollout logs or evaluations, ordered by step. Other files are ignored.
 ///
 /// # Errors
@@ -417,7 +400,6 @@ pub fn step_files(directory: &Path) -> Result<Vec<(u64, PathBuf)>, Error> {
 }
 
 /// Returns the step in the name of a file `step-N.jsonl` or `step-N.summary.json`.
-#[must_use]
 pub fn step_of(path: &Path) -> Option<u64> {
     let rest = path.file_name()?.to_str()?.strip_prefix("step-")?;
     rest.strip_suffix(".jsonl").or_else(|| rest.strip_suffix(".summary.json"))?.parse().ok()

@@ -10,7 +10,6 @@ const FIRST: usize = 40;
 /// Formats rows below a header in at most `width` columns. The first cell is left-aligned, numbers are right-aligned, and each
 /// column is as wide as its longest cell. Columns that do not fit continue below, with the first column repeated. Cells may come
 /// from rows, so they are escaped.
-#[must_use]
 pub fn columns(header: &[&str], rows: &[Vec<String>], width: usize) -> String {
     let cell = |text: &str| escape_line(text).into_owned();
     let lines: Vec<Vec<String>> = std::iter::once(header.iter().map(|text| cell(text)).collect())

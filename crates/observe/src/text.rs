@@ -5,18 +5,20 @@ use std::time::Duration;
 
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
-/// Escapes text from a row, a file name, a model or a server, so that it cannot control the terminal. Control characters and
-/// marks
+/// Escapes text from a row, a file name, a model or a server, so that it cannot control the terminal. Control characters and marks
 /// that change the writing direction appear as in Rust source (`\u{1b}`). Newlines stay.
-#[must_use]
 pub fn escape(text: &str) -> Cow<'_, str> {
     escaped(text, |c| c != '\n' && obeyed(c))
 }
 
 /// Escapes as [`escape`] does, on one line: newlines are written as `\n`.
-#[must_use]
 pub fn escape_line(text: &str) -> Cow<'_, str> {
     escaped(text, obeyed)
+}
+
+/// Returns the time in UTC to the second, as in logs.
+pub fn now() -> String {
+    jiff::Timestamp::now().round(jiff::Unit::Second).unwrap_or_default().to_string()
 }
 
 fn obeyed(c: char) -> bool {
@@ -36,7 +38,6 @@ fn escaped(text: &str, is_bad: impl Fn(char) -> bool) -> Cow<'_, str> {
 }
 
 /// Returns the text if it fits in `width` columns, else its beginning and `…`.
-#[must_use]
 pub fn fit(text: &str, width: usize) -> Cow<'_, str> {
     if text.width() <= width {
         return Cow::Borrowed(text);
@@ -55,7 +56,6 @@ pub fn fit(text: &str, width: usize) -> Cow<'_, str> {
 
 /// Wraps lines between words if they take more than `width` columns; continuation lines are indented. A word longer than a line,
 /// such as a path, stays whole.
-#[must_use]
 pub fn wrap(text: &str, width: usize) -> Cow<'_, str> {
     if text.lines().all(|line| line.width() <= width) {
         return Cow::Borrowed(text);
@@ -93,7 +93,6 @@ fn glued(line: &str, width: usize) -> Cow<'_, str> {
 }
 
 /// Formats a count with a short suffix: `950`, `4.1 k`, `2.6 M`, `3.1 G`.
-#[must_use]
 pub fn count(number: f64) -> String {
     match number {
         n if n < 999.5 => format!("{n:.0}"),
@@ -104,7 +103,6 @@ pub fn count(number: f64) -> String {
 }
 
 /// Formats a duration: `45 s`, `3 min 20 s`, `42 min`, `3 h 12 min`, `2 d 3 h`.
-#[must_use]
 pub fn span(time: Duration) -> String {
     let secs = time.as_secs_f64().round() as u64;
     let (minutes, hours) = (secs.div_ceil(60), secs.div_ceil(60) / 60);

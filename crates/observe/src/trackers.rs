@@ -18,7 +18,7 @@ const QUIET: Duration = Duration::from_secs(2);
 
 /// Messages to trackers.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Event {
+pub enum Tracked {
     /// Means over a logging window, or the results of an evaluation.
     Metrics {
         /// Last step of the window.
@@ -46,7 +46,7 @@ pub trait Tracker: Send {
     ///
     /// # Errors
     /// Returns the reason, for the user, why the tracker cannot process more events.
-    fn take(&mut self, event: &Event) -> Result<(), String>;
+    fn take(&mut self, event: &Tracked) -> Result<(), String>;
 
     /// Finishes the tracker at the end of the run.
     fn finish(&mut self) -> Result<(), String> {
@@ -67,33 +67,30 @@ pub struct Trackers {
 
 struct Running {
     name: &'static str,
-    queue: SyncSender<Arc<Event>>,
+    queue: SyncSender<Arc<Tracked>>,
     outcome: Receiver<Result<(), String>>,
     abandon: Box<dyn FnOnce() + Send>,
 }
 
 impl Trackers {
     /// Starts one thread per tracker.
-    #[must_use]
     pub fn start(trackers: Vec<Box<dyn Tracker>>, console: &Console) -> Self {
         let running = trackers.into_iter().map(Running::start).collect();
         Self { running, console: console.clone() }
     }
 
     /// Creates an empty set of trackers.
-    #[must_use]
     pub fn none(console: &Console) -> Self {
         Self::start(Vec::new(), console)
     }
 
     /// Returns true if there are no trackers.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.running.is_empty()
     }
 
     /// Sends an event to all trackers without waiting.
-    pub fn tell(&mut self, event: Event) {
+    pub fn tell(&mut self, event: Tracked) {
         if self.running.is_empty() {
             return;
         }
@@ -151,7 +148,7 @@ impl Trackers {
 
 impl Running {
     fn start(mut tracker: Box<dyn Tracker>) -> Self {
-        let (queue, events) = sync_channel::<Arc<Event>>(QUEUE);
+        let (queue, events) = sync_channel::<Arc<Tracked>>(QUEUE);
         let (tell, outcome) = channel();
         let (name, abandon) = (tracker.name(), tracker.abandon());
         let work = move || {
@@ -213,11 +210,11 @@ mod tests {
         fn name(&self) -> &'static str {
             "made"
         }
-        fn take(&mut self, event: &Event) -> Result<(), String> {
+        fn take(&mut self, event: &Tracked) -> Result<(), String> {
             if let Some(waits) = &self.hangs {
                 let _ = waits.recv();
             }
-            let Event::Metrics { step, .. } = event else { return Ok(()) };
+            let Tracked::Metrics { step, .. } = event else { return Ok(()) };
             if *step == self.fails_at {
                 return Err("the disk is full".to_owned());
             }
@@ -232,8 +229,8 @@ mod tests {
         }
     }
 
-    fn metrics(step: u64) -> Event {
-        Event::Metrics { step, epoch: 0.0, metrics: vec![("loss".to_owned(), Some(1.0))] }
+    fn metrics(step: u64) -> Tracked {
+        Tracked::Metrics { step, epoch: 0.0, metrics: vec![("loss".to_owned(), Some(1.0))] }
     }
 
     fn said(buffer: &Buffer) -> String {

@@ -4,8 +4,7 @@ use crate::Metric;
 
 /// Mean of each metric over the steps since the last [`Window::drain`].
 ///
-/// Values that are `None` or not finite are left out; a metric without any other value averages to `None`. A metric that is
-/// missing
+/// Values that are `None` or not finite are left out; a metric without any other value averages to `None`. A metric that is missing
 /// in some steps is averaged over the others.
 #[derive(Debug, Clone, Default)]
 pub struct Window {

@@ -98,7 +98,7 @@ pub use omnigrpo_models::{
     ModelError, Opening, Prompt, PromptBuilder, PromptSettings, QuantBits, Quantization, ReferencePlace,
     WeightDtype,
 };
-pub use omnigrpo_observe::{Activity, Console, StepProgress};
+pub use omnigrpo_observe::{Activity, AskedBy, Console, Event, StepProgress, Tone, TrainingProblem};
 pub use omnigrpo_ops::Device;
 pub use omnigrpo_rewards::{
     AccuracyMode, AnswerPolicy, Corpus, ExternalOptions, FormatMode, Logged, Measures, Reward, RewardError,

@@ -244,7 +244,11 @@ fn vlm_r1_gui_needs_its_processes() {
     let alone = VLM_R1_GUI.replace("Qwen/Qwen2.5-VL-3B-Instruct", "model");
     place.run(&format!("train --preset vlm-r1 {alone}")).fails(
         2,
-        &["do not form complete groups", "4 completions, `num_generations` 8", "give `--nproc_per_node 8`"],
+        &[
+            "the batch is not a multiple of `num_generations`",
+            "4 completions, `num_generations` 8",
+            "give `--nproc_per_node 8`",
+        ],
     );
     two_steps(&place, "vlm-r1", VLM_R1_GUI, "--nproc_per_node 2");
 }

@@ -443,7 +443,14 @@ fn batches_are_counted_as_the_source_counts() {
         .run(&format!(
             "{line} --per_device_train_batch_size 3 --gradient_accumulation_steps 1 --output_dir b"
         ))
-        .fails(2, &["do not form complete groups", "`num_generations` 2", "--batch_unit prompts"]);
+        .fails(
+            2,
+            &[
+                "the batch is not a multiple of `num_generations`",
+                "`num_generations` 2",
+                "--batch_unit prompts",
+            ],
+        );
     assert!(!place.exists("b"));
 }
 

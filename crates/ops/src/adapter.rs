@@ -87,7 +87,6 @@ impl Adapter {
     }
 
     /// Returns `A`, with shape `[r, k]`, or `[e, k, r]` for experts.
-    #[must_use]
     pub fn a(&self) -> &Arc<Param> {
         match &self.factors {
             Factors::Linear(a, _) => a.weight(),
@@ -96,7 +95,6 @@ impl Adapter {
     }
 
     /// Returns `B`, with shape `[n, r]`, or `[e, r, n]` for experts.
-    #[must_use]
     pub fn b(&self) -> &Arc<Param> {
         match &self.factors {
             Factors::Linear(_, b) => b.weight(),
@@ -105,7 +103,6 @@ impl Adapter {
     }
 
     /// Returns the rank `r`.
-    #[must_use]
     pub fn rank(&self) -> usize {
         match &self.factors {
             Factors::Linear(a, _) => a.n(),
@@ -114,13 +111,11 @@ impl Adapter {
     }
 
     /// Returns the scale `s`, the factor of `B A`.
-    #[must_use]
     pub fn scale(&self) -> f32 {
         self.scale
     }
 
     /// Returns the shape of the adapted weight.
-    #[must_use]
     pub fn shape(&self) -> Vec<usize> {
         match &self.factors {
             Factors::Linear(a, b) => vec![b.n(), a.k()],

@@ -27,14 +27,12 @@ pub struct Blocks {
 
 impl Blocks {
     /// Creates empty blocks.
-    #[must_use]
     pub fn new(ranks: &Ranks, device: Device) -> Self {
         let [all, parts, own] = [(); 3].map(|()| Rows::zeros(device, 1, 0));
         Self { ranks: ranks.clone(), device, all, parts, own }
     }
 
     /// Returns an array of absent numbers ([`omnigrpo_ranks::sum::ABSENT`]) on the device of the blocks.
-    #[must_use]
     pub fn absent(&self, len: usize) -> Rows {
         let mut rows = Rows::zeros(self.device, 1, len);
         // An absent number is −0.

@@ -39,14 +39,12 @@ pub struct DecodeBatch<'a> {
 
 impl<'a> DecodeBatch<'a> {
     /// Creates a batch of the rows of these groups.
-    #[must_use]
     pub fn new(groups: Vec<DecodeRows<'a>>) -> Self {
         let rows = groups.iter().map(|group| group.slots.len()).sum();
         Self { groups, tables: None, rows }
     }
 
     /// Returns the number of rows, including padding.
-    #[must_use]
     pub fn rows(&self) -> usize {
         self.rows
     }
@@ -125,7 +123,6 @@ pub struct NextTokens<'a> {
 
 impl<'a> NextTokens<'a> {
     /// Creates a decoder on a device, for logits over `vocab` tokens.
-    #[must_use]
     pub fn new(device: Device, how: Sampler<'a>, vocab: usize) -> Self {
         let card = match device {
             Device::Gpu(card) => Some(OnCard::new(card)),
@@ -144,7 +141,6 @@ impl<'a> NextTokens<'a> {
     }
 
     /// Returns statistics of decoding on a GPU.
-    #[must_use]
     pub fn replays(&self) -> Option<&Replays> {
         self.card.as_ref().map(|card| &card.replays)
     }

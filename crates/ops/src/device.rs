@@ -41,7 +41,6 @@ pub enum Device {
 
 impl Device {
     /// Returns the devices of this build that are available on every machine, including a new emulator.
-    #[must_use]
     pub fn all() -> Vec<Self> {
         let mut all = vec![Self::Cpu];
         #[cfg(feature = "twin")]
@@ -51,7 +50,6 @@ impl Device {
     }
 
     /// Creates an emulator of a GPU. Returns `None` in builds without the feature `emulator`.
-    #[must_use]
     pub fn emulator() -> Option<Self> {
         #[cfg(feature = "emulator")]
         return Some(Self::Gpu(crate::gpu::Card::emulated(None)));
@@ -80,7 +78,6 @@ impl Device {
 
     /// Returns the number of rows for which logits are computed and drawn at a time. On a GPU, the tokens of all rows in a batch
     /// reach the host in one copy. On a CPU, the logits stay in the processor's cache.
-    #[must_use]
     pub fn logit_rows(self) -> usize {
         match self {
             Self::Gpu(_) => 128,
@@ -89,7 +86,6 @@ impl Device {
     }
 
     /// Returns whether decoding stores the values that a backward pass needs, so that the host can read them.
-    #[must_use]
     pub fn remembers_decoding(self) -> bool {
         self == Self::Cpu
     }

@@ -56,7 +56,6 @@ impl Card {
     /// Creates an emulator for tests, which runs kernels on the CPU with a schedule in which some warps run ahead of others.
     /// `memory` is its memory in bytes; `None` means all that the system provides.
     #[cfg(feature = "emulator")]
-    #[must_use]
     pub fn emulated(memory: Option<usize>) -> Self {
         Self::over(Gpu::emulated_with(1, memory.unwrap_or(usize::MAX)), None)
     }
@@ -67,18 +66,15 @@ impl Card {
     }
 
     /// Returns the driver's number for the GPU, or `None` for an emulator.
-    #[must_use]
     pub fn ordinal(self) -> Option<usize> {
         self.ordinal
     }
 
-    #[must_use]
     pub fn name(self) -> String {
         self.gpu.name()
     }
 
     /// Returns the free and total bytes of memory, or `None` if they are unknown.
-    #[must_use]
     pub fn memory(self) -> Option<[usize; 2]> {
         self.gpu.memory()
     }
@@ -100,7 +96,6 @@ impl Card {
     }
 
     /// Connects to the driver's management library, which reports the load of this GPU; `None` without it.
-    #[must_use]
     pub fn monitor(self) -> Option<Monitor> {
         self.gpu.monitor()
     }
@@ -112,7 +107,6 @@ impl Card {
     /// Returns the numbers of uploads to an emulator, of reads from it and of kernels that it ran, since it was opened. Returns
     /// `None` for a GPU.
     #[cfg(feature = "emulator")]
-    #[must_use]
     pub fn traffic(self) -> Option<[u64; 3]> {
         self.gpu.traffic()
     }

@@ -41,13 +41,11 @@ pub struct Footprint([u64; 5]);
 
 impl Footprint {
     /// Returns the bytes used for a purpose.
-    #[must_use]
     pub fn of(&self, held: Held) -> u64 {
         self.0[held as usize]
     }
 
     /// Returns the total bytes of all purposes except caches.
-    #[must_use]
     pub fn passes(&self) -> u64 {
         self.0.iter().sum::<u64>() - self.of(Held::Cache)
     }
@@ -202,7 +200,6 @@ pub(crate) fn dtype(x: &Rows) -> Dtype {
 }
 
 /// Returns whether the passes are those of a GPU ([`on_card`]).
-#[must_use]
 pub fn is_on_card() -> bool {
     card().is_some()
 }

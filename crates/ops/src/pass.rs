@@ -32,7 +32,6 @@ pub trait Lend: std::fmt::Debug + Send + Sync {
 
 impl Pass {
     /// Creates a pass with blocked products and without dropout.
-    #[must_use]
     pub fn on(device: Device) -> Self {
         Self { device, ..Self::default() }
     }
@@ -60,7 +59,6 @@ pub struct Dropout {
 impl Dropout {
     /// Creates masks for the update identified by `key`. `rows` contains the key of each row of the pass; `None` means that the
     /// key of a row is its index.
-    #[must_use]
     pub fn new(key: u64, rows: Option<Arc<[u64]>>) -> Self {
         Self { key: omnigrpo_kernels::dropout::mix(key), rows }
     }

@@ -69,17 +69,14 @@ pub struct Var {
 
 impl Var {
     /// Creates a value without a gradient.
-    #[must_use]
     pub fn constant(rows: Rows) -> Self {
         Self { rows, node: None }
     }
 
-    #[must_use]
     pub fn rows(&self) -> &Rows {
         &self.rows
     }
 
-    #[must_use]
     pub fn into_rows(self) -> Rows {
         self.rows
     }
@@ -136,33 +133,28 @@ pub struct Tape {
 
 impl Tape {
     /// Creates a tape that records nothing.
-    #[must_use]
     pub fn off() -> Self {
         Self { mode: Mode::Off, nodes: Vec::new() }
     }
 
     /// Creates a tape that records. With `recompute`, blocks do not keep values, and the backward pass computes them again.
-    #[must_use]
     pub fn recording(recompute: bool) -> Self {
         Self { mode: Mode::Record { recompute, recalled: Memory::default() }, nodes: Vec::new() }
     }
 
     /// Creates a tape that records nothing, but stores up to `room` bytes of results of blocks.
-    #[must_use]
     pub fn remembering(room: usize) -> Self {
         Self { mode: Mode::Remember { memory: Some(Memory::default()), room }, nodes: Vec::new() }
     }
 
     /// Creates a tape that records, and recalls the results of an earlier pass. `recompute` has the same meaning as in
     /// [`Self::recording`].
-    #[must_use]
     pub fn recalling(memory: Memory, recompute: bool) -> Self {
         Self { mode: Mode::Record { recompute, recalled: memory }, nodes: Vec::new() }
     }
 
     /// Returns the results that this pass remembered and the number of unused bytes. Returns `None` if nothing was remembered or
     /// the results exceeded the available bytes.
-    #[must_use]
     pub fn into_memory(self) -> Option<(Memory, usize)> {
         match self.mode {
             Mode::Remember { memory: Some(memory), room } if !memory.kept.is_empty() => Some((memory, room)),

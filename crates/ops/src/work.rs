@@ -244,7 +244,6 @@ impl Work {
     }
 
     /// Returns the number of values that the products and attention operations of a phase output.
-    #[must_use]
     pub fn outputs(&self, phase: &str) -> f64 {
         let of_phase = self.0.iter().filter(|((of, _), _)| *of == phase);
         let outputs = |call: &Call| match *call {
@@ -287,7 +286,6 @@ impl Work {
     }
 
     /// Returns the number of distinct operations, by kind and sizes.
-    #[must_use]
     pub fn distinct(&self) -> usize {
         self.0.keys().map(|(_, call)| call).collect::<std::collections::HashSet<_>>().len()
     }

@@ -152,7 +152,6 @@ impl Mpirun {
     }
 
     /// Returns the `mpirun` at a path; `None` if it does not belong to a known MPI.
-    #[must_use]
     pub fn at(program: PathBuf) -> Option<Self> {
         let asked = Command::new(&program).arg("--version").stdin(Stdio::null()).output().ok()?;
         let launcher = family(&String::from_utf8_lossy(&asked.stdout))?;
@@ -161,7 +160,6 @@ impl Mpirun {
 
     /// Returns the command that starts `program` with `arguments` as `size` ranks on this machine. Its processes may use all
     /// cores. They know the number of this process, which has to wait for the command ([`Launch::parent`]).
-    #[must_use]
     pub fn command(&self, size: usize, program: &Path, arguments: &[std::ffi::OsString]) -> Command {
         let mut command = Command::new(&self.program);
         command.arg("-n").arg(size.to_string());

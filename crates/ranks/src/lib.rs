@@ -128,7 +128,7 @@ impl Engine for Alone {
     }
 }
 
-/// Engine of a run that does not take place.
+/// Engine of a planned run: every exchange is an error.
 struct Planned(usize);
 
 impl Planned {
@@ -216,37 +216,31 @@ impl Ranks {
     }
 
     /// Returns the work of all ranks, if they can take it piece by piece.
-    #[must_use]
     pub fn queue(&self) -> Option<&Queue> {
         self.1.as_ref()
     }
 
     /// Returns the first of `size` ranks of a run that is only planned. Every exchange with the others is an error.
-    #[must_use]
     pub fn planned(size: usize) -> Self {
         Self::new(Planned(size))
     }
 
     /// Returns the number of this rank.
-    #[must_use]
     pub fn rank(&self) -> usize {
         self.0.rank()
     }
 
     /// Returns the number of ranks.
-    #[must_use]
     pub fn size(&self) -> usize {
         self.0.size()
     }
 
     /// Returns true for the rank that writes the files and messages of the run.
-    #[must_use]
     pub fn is_first(&self) -> bool {
         self.rank() == 0
     }
 
     /// Returns the name of the engine.
-    #[must_use]
     pub fn engine(&self) -> String {
         self.0.name()
     }

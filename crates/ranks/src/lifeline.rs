@@ -134,7 +134,6 @@ impl Lifeline {
     }
 
     /// Returns the access of this rank to the work of all ranks.
-    #[must_use]
     pub fn queue(&self) -> Queue {
         self.queue.clone()
     }

@@ -88,7 +88,6 @@ impl Queue {
     }
 
     /// Returns the ranks that have taken the pieces, in order. Only the process that keeps the list knows them.
-    #[must_use]
     pub fn takers(&self) -> Vec<usize> {
         match &self.0 {
             Place::Here { work, .. } => lock(work).takers.clone(),

@@ -36,7 +36,6 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Threads {
     /// Creates the given number of ranks, one for each thread.
-    #[must_use]
     pub fn new(size: usize) -> Vec<Self> {
         let slots = (0..size).map(|_| Mutex::default()).collect();
         let shared = Arc::new(Shared {
@@ -50,7 +49,6 @@ impl Threads {
     }
 
     /// Returns the access of this rank to the work of all ranks.
-    #[must_use]
     pub fn queue(&self) -> Queue {
         Queue::here(Arc::clone(&self.shared.work), self.rank)
     }

@@ -12,171 +12,128 @@ use crate::cider::DocumentFrequencies;
 use crate::error::suggestion;
 use crate::external::ExternalOptions;
 
-/// Rule of the `format` reward.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum FormatMode {
+/// Declares an option: its values with their names and help, and more names of some values after a semicolon.
+macro_rules! options {
+    ($(#[$of_type:meta])* $type:ident: $option:literal
+     $($(#[$attr:meta])* $value:ident = $name:literal $help:literal,)+ $(; $($other:ident = $alias:literal $more:literal,)+)?) => {
+        $(#[$of_type])*
+        pub enum $type { $($(#[$attr])* $value),+ }
+
+        impl $type {
+            /// All values, as name, value and help. If a value has several names, the first is the canonical one.
+            pub const ALL: &'static [(&'static str, Self, &'static str)] =
+                &[$(($name, Self::$value, $help),)+ $($(($alias, Self::$other, $more)),+)?];
+
+            /// Returns the name of the value.
+            pub fn name(self) -> &'static str {
+                Self::ALL.iter().find(|row| row.1 == self).map_or("", |row| row.0)
+            }
+        }
+
+        impl FromStr for $type {
+            type Err = RewardError;
+            fn from_str(name: &str) -> Result<Self, RewardError> {
+                named(Self::ALL, $option, name)
+            }
+        }
+    };
+}
+
+options! {
+    /// Rule of the `format` reward.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+    FormatMode: "format_mode"
     /// Exactly one pair of each expected tag, no other text, and a non-empty answer.
     #[default]
-    Strict,
+    Strict = "strict" "1 for exactly one think and one non-empty answer pair with nothing around them",
     /// Partial scores for each pair and for their order.
-    Graded,
+    Graded = "graded" "0.3 think pair + 0.3 answer pair + 0.4 order",
     /// Three tags, each worth a third of the range, with penalties for repetition.
-    Tags3,
+    Tags3 = "tags3" "0..3: one each for think, answer, explain, less 1/3 for each surplus tag",
     /// The regular expression of R1-V.
-    R1v,
+    R1v = "r1v" "1 if the whole completion, unstripped, matches R1-V's expression",
     /// `Strict`, and a box in the answer.
-    Rec,
+    Rec = "rec" "strict, with a box [x1, y1, x2, y2] in the answer",
 }
 
-impl FormatMode {
-    /// All values, as name, value and help. If a value has several names, the first is the canonical one.
-    pub const ALL: &'static [(&'static str, Self, &'static str)] = &[
-        (
-            "strict",
-            Self::Strict,
-            "1 for exactly one think and one non-empty answer pair with nothing around them",
-        ),
-        ("graded", Self::Graded, "0.3 think pair + 0.3 answer pair + 0.4 order"),
-        ("tags3", Self::Tags3, "0..3: one each for think, answer, explain, less 1/3 for each surplus tag"),
-        ("r1v", Self::R1v, "1 if the whole completion, unstripped, matches R1-V's expression"),
-        ("rec", Self::Rec, "strict, with a box [x1, y1, x2, y2] in the answer"),
-    ];
-}
-
-/// Rule by which the `accuracy` reward compares an answer with the ground truth.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum AccuracyMode {
+options! {
+    /// Rule by which the `accuracy` reward compares an answer with the ground truth.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+    AccuracyMode: "accuracy_mode"
     /// Rule chosen by the form of the ground truth and the question.
     #[default]
-    Auto,
+    Auto = "auto" "by the ground truth: box list, box, tuple, time interval, choice, yes/no, number, otherwise label",
     /// Equal texts after normalisation.
-    Label,
+    Label = "label" "equal after normalisation",
     /// Emotion words with synonyms.
-    Emotion,
+    Emotion = "emotion" "emotion words, including synonyms",
     /// Multiple choice with all labels correct.
-    McqExact,
+    McqExact = "mcq_exact" "multiple choice, all labels correct",
     /// Multiple choice, scored by the overlap of label sets.
-    McqIou,
+    McqIou = "mcq_iou" "multiple choice, shared labels divided by all labels",
     /// 3, 1.5 or 0 for short answers.
-    ShortText,
+    ShortText = "short_text" "3 equal, 1.5 half of the words, 0 else; yes/no words only when equal",
     /// Numbers and simple formulas.
-    Math,
+    Math = "math" "equal numbers or formulas",
     /// Yes or no.
-    YesNo,
+    YesNo = "yes_no" "yes or no, English and Vietnamese",
     /// Overlap of one box.
-    Iou,
+    Iou = "iou" "overlap of one box",
     /// Overlap of one time interval.
-    TemporalIou,
+    TemporalIou = "temporal_iou" "overlap of one time interval",
     /// COCO average precision of a list of boxes.
-    OdAp,
+    OdAp = "od_ap" "COCO AP of a list of labelled boxes",
     /// Average precision at an overlap of 0.5.
-    OdAp50,
+    OdAp50 = "od_ap50" "the same at overlap 0.5",
     /// Average precision, reduced for surplus boxes.
-    OdLength,
+    OdLength = "odLength" "od_ap, multiplied by gold boxes / boxes if there are too many",
     /// Position and completeness of matched boxes.
-    WeightedSum,
+    WeightedSum = "weighted_sum" "0.7 position + 0.3 completeness of matched boxes",
     /// Equal cleaned texts.
-    AllMatch,
+    AllMatch = "all_match" "equal cleaned texts",
     /// VLM-R1's default: number, choice, otherwise similarity of texts.
-    Fuzzy,
+    Fuzzy = "fuzzy" "VLM-R1's default: number, choice letter, else similarity of texts",
     /// R1-V: mathematics, otherwise the exact text of the first tag.
-    R1v,
+    R1v = "r1v" "R1-V: mathematics, else exact text of the first answer tag",
+    ;
+    McqExact = "mcq" "VLM-R1's name of mcq_exact",
+    OdAp = "map" "VLM-R1's name of od_ap",
+    Fuzzy = "default" "VLM-R1's name of fuzzy",
 }
 
-impl AccuracyMode {
-    /// All values, as name, value and help. If a value has several names, the first is the canonical one.
-    pub const ALL: &'static [(&'static str, Self, &'static str)] = &[
-        (
-            "auto",
-            Self::Auto,
-            "by the ground truth: box list, box, tuple, time interval, choice, yes/no, number, otherwise label",
-        ),
-        ("label", Self::Label, "equal after normalisation"),
-        ("emotion", Self::Emotion, "emotion words, including synonyms"),
-        ("mcq_exact", Self::McqExact, "multiple choice, all labels correct"),
-        ("mcq_iou", Self::McqIou, "multiple choice, shared labels divided by all labels"),
-        (
-            "short_text",
-            Self::ShortText,
-            "3 equal, 1.5 half of the words, 0 else; yes/no words only when equal",
-        ),
-        ("math", Self::Math, "equal numbers or formulas"),
-        ("yes_no", Self::YesNo, "yes or no, English and Vietnamese"),
-        ("iou", Self::Iou, "overlap of one box"),
-        ("temporal_iou", Self::TemporalIou, "overlap of one time interval"),
-        ("od_ap", Self::OdAp, "COCO AP of a list of labelled boxes"),
-        ("od_ap50", Self::OdAp50, "the same at overlap 0.5"),
-        ("odLength", Self::OdLength, "od_ap, multiplied by gold boxes / boxes if there are too many"),
-        ("weighted_sum", Self::WeightedSum, "0.7 position + 0.3 completeness of matched boxes"),
-        ("all_match", Self::AllMatch, "equal cleaned texts"),
-        ("fuzzy", Self::Fuzzy, "VLM-R1's default: number, choice letter, else similarity of texts"),
-        ("r1v", Self::R1v, "R1-V: mathematics, else exact text of the first answer tag"),
-        ("mcq", Self::McqExact, "VLM-R1's name of mcq_exact"),
-        ("map", Self::OdAp, "VLM-R1's name of od_ap"),
-        ("default", Self::Fuzzy, "VLM-R1's name of fuzzy"),
-    ];
-}
-
-/// Choice among several `<answer>` tags.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
-pub enum AnswerPolicy {
+options! {
+    /// Choice among several `<answer>` tags.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+    AnswerPolicy: "answer_policy"
     /// The last well-formed tag.
     #[default]
-    Last,
+    Last = "last" "the last answer tag",
     /// The first tag, as in most of the source systems.
-    First,
+    First = "first" "the first answer tag",
 }
 
-impl AnswerPolicy {
-    /// All values, as name, value and help. If a value has several names, the first is the canonical one.
-    pub const ALL: &'static [(&'static str, Self, &'static str)] =
-        &[("last", Self::Last, "the last answer tag"), ("first", Self::First, "the first answer tag")];
-}
-
-/// A documented defect of a source system that can be reproduced.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Compat {
+options! {
+    /// A documented defect of a source system that can be reproduced.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+    Compat: "compat"
     /// `mcq_iou` scores 1 if neither side has an `(n)`.
-    S2Accuracy,
+    S2Accuracy = "s2_accuracy" "mcq_iou: 1 if neither side has an (n)",
     /// `mcq_exact` compares lists of `(n)`, otherwise complete answer texts.
-    S3Accuracy,
+    S3Accuracy = "s3_accuracy" "mcq_exact: lists of (n), otherwise complete answer texts",
     /// `format strict` is a regular expression, which accepts repeated and empty tags.
-    S3Format,
+    S3Format = "s3_format" "format strict: regular expression that accepts repeated and empty tags",
     /// `short_text` does not treat yes and no separately, does not limit the length, and does not normalise Unicode.
-    S4Accuracy,
+    S4Accuracy = "s4_accuracy" "short_text: the source's rule without measures against hedging",
     /// `format tags3` may be negative.
-    S4Format,
+    S4Format = "s4_format" "format tags3: may be negative",
     /// `explanation` counts words within the batch, and stretches its scores over the batch to 0..1.
-    S4Explanation,
+    S4Explanation = "s4_explanation" "explanation: words counted within the batch, scores stretched to 0..1",
     /// `mcq` and `yes_no` search for letters and words as VLM-R1 does.
-    VlmR1Choice,
+    VlmR1Choice = "vlmr1_choice" "mcq, yes_no: VLM-R1's letter and word search",
     /// `iou` uses `x2 - 1`, and an overlap of one pixel counts 0.
-    VlmR1Iou,
+    VlmR1Iou = "vlmr1_iou" "iou: pixel convention (x2 - 1), an overlap of one pixel counts 0",
     /// `length` treats every answer as correct, and its curve rises again beyond the limit.
-    VlmR1Length,
-}
-
-impl Compat {
-    /// All values, as name, value and help. If a value has several names, the first is the canonical one.
-    pub const ALL: &'static [(&'static str, Self, &'static str)] = &[
-        ("s2_accuracy", Self::S2Accuracy, "mcq_iou: 1 if neither side has an (n)"),
-        ("s3_accuracy", Self::S3Accuracy, "mcq_exact: lists of (n), otherwise complete answer texts"),
-        (
-            "s3_format",
-            Self::S3Format,
-            "format strict: regular expression that accepts repeated and empty tags",
-        ),
-        ("s4_accuracy", Self::S4Accuracy, "short_text: the source's rule without measures against hedging"),
-        ("s4_format", Self::S4Format, "format tags3: may be negative"),
-        (
-            "s4_explanation",
-            Self::S4Explanation,
-            "explanation: words counted within the batch, scores stretched to 0..1",
-        ),
-        ("vlmr1_choice", Self::VlmR1Choice, "mcq, yes_no: VLM-R1's letter and word search"),
-        ("vlmr1_iou", Self::VlmR1Iou, "iou: pixel convention (x2 - 1), an overlap of one pixel counts 0"),
-        ("vlmr1_length", Self::VlmR1Length, "length: treats every answer as correct, rises beyond the limit"),
-    ];
+    VlmR1Length = "vlmr1_length" "length: treats every answer as correct, rises beyond the limit",
 }
 
 /// Returns the value of an option with this name.
@@ -195,27 +152,6 @@ fn named<T: Copy>(
         }
     })
 }
-
-/// Implements the names of options with a list of values.
-macro_rules! named {
-    ($($type:ty: $option:literal),*) => {$(
-        impl $type {
-            /// Returns the name of the value.
-            #[must_use]
-            pub fn name(self) -> &'static str {
-                Self::ALL.iter().find(|row| row.1 == self).map_or("", |row| row.0)
-            }
-        }
-
-        impl FromStr for $type {
-            type Err = RewardError;
-            fn from_str(name: &str) -> Result<Self, RewardError> {
-                named(Self::ALL, $option, name)
-            }
-        }
-    )*};
-}
-named!(FormatMode: "format_mode", AccuracyMode: "accuracy_mode", AnswerPolicy: "answer_policy", Compat: "compat");
 
 /// Settings of [`build`](crate::build).
 #[derive(Debug, Clone)]

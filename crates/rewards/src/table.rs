@@ -26,168 +26,78 @@ pub fn table() -> &'static [RewardRow] {
     TABLE
 }
 
-static TABLE: &[RewardRow] = &[
-    RewardRow {
-        name: "accuracy",
-        doc: || {
-            format!(
-                "correctness of the answer, by {ACCURACY_MODE} or the row's column; 0..1 (short_text 0..3)"
-            )
-        },
-        source: "R1-V, qwen-vl-finetune, VLM-R1",
-        make: accuracy::reward,
-    },
-    RewardRow {
-        name: "format",
-        doc: || format!("presence of the requested tags, by {FORMAT_MODE}; 0..1 (tags3 0..3)"),
-        source: "R1-V, qwen-vl-finetune, ViVQA-X",
-        make: format::reward,
-    },
-    RewardRow {
-        name: "think_format",
-        doc: || "one block of thinking at the start, whatever follows; 0 or 1".into(),
-        source: "TRL",
-        make: think::reward,
-    },
-    RewardRow {
-        name: "random",
-        doc: || "a seeded number in 0..1, as a baseline and for benchmarks".into(),
-        source: "own",
-        make: random::reward,
-    },
-    RewardRow {
-        name: "label",
-        doc: || "equal answer after normalisation; 0 or 1".into(),
-        source: "R1-V",
-        make: |options| accuracy::by_rule("label", AccuracyMode::Label, options),
-    },
-    RewardRow {
-        name: "emotion",
-        doc: || "correct emotion word, including synonyms; 0 or 1".into(),
-        source: "R1-Omni",
-        make: |options| accuracy::by_rule("emotion", AccuracyMode::Emotion, options),
-    },
-    RewardRow {
-        name: "mcq",
-        doc: || "multiple choice, all labels correct; 0 or 1".into(),
-        source: "qwen-vl-finetune, VLM-R1",
-        make: |options| accuracy::by_rule("mcq", AccuracyMode::McqExact, options),
-    },
-    RewardRow {
-        name: "mcq_iou",
-        doc: || "multiple choice, shared labels divided by all labels; 0..1".into(),
-        source: "qwen-vl-finetune",
-        make: |options| accuracy::by_rule("mcq_iou", AccuracyMode::McqIou, options),
-    },
-    RewardRow {
-        name: "yes_no",
-        doc: || "same yes or no as the ground truth, English and Vietnamese; 0 or 1".into(),
-        source: "VLM-R1",
-        make: |options| accuracy::by_rule("yes_no", AccuracyMode::YesNo, options),
-    },
-    RewardRow {
-        name: "short_text",
-        doc: || "3 equal, 1.5 half of the words, 0 else".into(),
-        source: "ViVQA-X",
-        make: |options| accuracy::by_rule("short_text", AccuracyMode::ShortText, options),
-    },
-    RewardRow {
-        name: "math",
-        doc: || "equal numbers or formulas; 0 or 1".into(),
-        source: "R1-V, VLM-R1 (math-verify)",
-        make: |options| accuracy::by_rule("math", AccuracyMode::Math, options),
-    },
-    RewardRow {
-        name: "iou",
-        doc: || "overlap of one box; 0..1".into(),
-        source: "VLM-R1",
-        make: |options| accuracy::by_rule("iou", AccuracyMode::Iou, options),
-    },
-    RewardRow {
-        name: "temporal_iou",
-        doc: || "overlap of one time interval, in seconds or mm:ss; 0..1".into(),
-        source: "Time-R1",
-        make: |options| accuracy::by_rule("temporal_iou", AccuracyMode::TemporalIou, options),
-    },
-    RewardRow {
-        name: "od_ap",
-        doc: || "COCO average precision of a list of boxes; 0..1".into(),
-        source: "VLM-R1",
-        make: |options| accuracy::by_rule("od_ap", AccuracyMode::OdAp, options),
-    },
-    RewardRow {
-        name: "od_ap50",
-        doc: || "od_ap at overlap 0.5; 0..1".into(),
-        source: "VLM-R1",
-        make: |options| accuracy::by_rule("od_ap50", AccuracyMode::OdAp50, options),
-    },
-    RewardRow {
-        name: "odLength",
-        doc: || "od_ap, reduced for surplus boxes; 0..1".into(),
-        source: "VLM-R1",
-        make: |options| accuracy::by_rule("odLength", AccuracyMode::OdLength, options),
-    },
-    RewardRow {
-        name: "weighted_sum",
-        doc: || "0.7 position + 0.3 completeness of matched boxes; 0..1".into(),
-        source: "VLM-R1",
-        make: |options| accuracy::by_rule("weighted_sum", AccuracyMode::WeightedSum, options),
-    },
-    RewardRow {
-        name: "all_match",
-        doc: || "equal cleaned texts; 0 or 1".into(),
-        source: "VLM-R1",
-        make: |options| accuracy::by_rule("all_match", AccuracyMode::AllMatch, options),
-    },
-    RewardRow {
-        name: "fuzzy",
-        doc: || "number, choice letter, otherwise similarity of texts; 0..1".into(),
-        source: "VLM-R1",
-        make: |options| accuracy::by_rule("fuzzy", AccuracyMode::Fuzzy, options),
-    },
-    RewardRow {
-        name: "cider",
-        doc: || "CIDEr-D of the <explain> text over 10, corpus idf, all references; 0..1".into(),
-        source: "ViVQA-X (pycocoevalcap)",
-        make: cider::reward,
-    },
-    RewardRow {
-        name: "length",
-        doc: || "correct answers earn 1..0.5 by length, wrong ones 0..-0.5".into(),
-        source: "VLM-R1",
-        make: length::length,
-    },
-    RewardRow {
-        name: "cosine",
-        doc: || "correct answers earn 1..0.5 by length, wrong ones -1..-0.5".into(),
-        source: "TRL",
-        make: length::cosine,
-    },
-    RewardRow {
-        name: "overlong",
-        doc: || "0, falling to -1 on the last tokens before the length limit".into(),
-        source: "DAPO, TRL",
-        make: overlong::reward,
-    },
-    RewardRow {
-        name: "repetition",
-        doc: || "negative share of repeated word 6-grams or boxes; -1..0".into(),
-        source: "VLM-R1",
-        make: repetition::words,
-    },
-    RewardRow {
-        name: "repetition_tokens",
-        doc: || "negative share of repeated token 3-grams; -1..0".into(),
-        source: "TRL",
-        make: repetition::tokens,
-    },
-    RewardRow {
-        name: "zoomed",
-        doc: || "1 for a correct answer after a tool has shown a picture, else 0".into(),
-        source: "DeepEyes",
-        make: zoomed::reward,
-    },
-];
+/// Declares the rewards: name, source, help, and how to make one. `[Mode]` is the `accuracy` of this mode.
+macro_rules! rewards {
+    (@make $name:literal [$mode:ident]) => {
+        |options| accuracy::by_rule($name, AccuracyMode::$mode, options)
+    };
+    (@make $name:literal ($make:path)) => {
+        $make
+    };
+    ($($name:literal $source:literal $doc:literal $make:tt;)+) => {
+        static TABLE: &[RewardRow] = &[$(RewardRow {
+            name: $name,
+            source: $source,
+            doc: || format!($doc),
+            make: rewards!(@make $name $make),
+        }),+];
+    };
+}
+
+rewards! {
+    "accuracy" "R1-V, qwen-vl-finetune, VLM-R1"
+        "correctness of the answer, by {ACCURACY_MODE} or the row's column; 0..1 (short_text 0..3)" (accuracy::reward);
+    "format" "R1-V, qwen-vl-finetune, ViVQA-X"
+        "presence of the requested tags, by {FORMAT_MODE}; 0..1 (tags3 0..3)" (format::reward);
+    "think_format" "TRL"
+        "one block of thinking at the start, whatever follows; 0 or 1" (think::reward);
+    "random" "own"
+        "a seeded number in 0..1, as a baseline and for benchmarks" (random::reward);
+    "label" "R1-V"
+        "equal answer after normalisation; 0 or 1" [Label];
+    "emotion" "R1-Omni"
+        "correct emotion word, including synonyms; 0 or 1" [Emotion];
+    "mcq" "qwen-vl-finetune, VLM-R1"
+        "multiple choice, all labels correct; 0 or 1" [McqExact];
+    "mcq_iou" "qwen-vl-finetune"
+        "multiple choice, shared labels divided by all labels; 0..1" [McqIou];
+    "yes_no" "VLM-R1"
+        "same yes or no as the ground truth, English and Vietnamese; 0 or 1" [YesNo];
+    "short_text" "ViVQA-X"
+        "3 equal, 1.5 half of the words, 0 else" [ShortText];
+    "math" "R1-V, VLM-R1 (math-verify)"
+        "equal numbers or formulas; 0 or 1" [Math];
+    "iou" "VLM-R1"
+        "overlap of one box; 0..1" [Iou];
+    "temporal_iou" "Time-R1"
+        "overlap of one time interval, in seconds or mm:ss; 0..1" [TemporalIou];
+    "od_ap" "VLM-R1"
+        "COCO average precision of a list of boxes; 0..1" [OdAp];
+    "od_ap50" "VLM-R1"
+        "od_ap at overlap 0.5; 0..1" [OdAp50];
+    "odLength" "VLM-R1"
+        "od_ap, reduced for surplus boxes; 0..1" [OdLength];
+    "weighted_sum" "VLM-R1"
+        "0.7 position + 0.3 completeness of matched boxes; 0..1" [WeightedSum];
+    "all_match" "VLM-R1"
+        "equal cleaned texts; 0 or 1" [AllMatch];
+    "fuzzy" "VLM-R1"
+        "number, choice letter, otherwise similarity of texts; 0..1" [Fuzzy];
+    "cider" "ViVQA-X (pycocoevalcap)"
+        "CIDEr-D of the <explain> text over 10, corpus idf, all references; 0..1" (cider::reward);
+    "length" "VLM-R1"
+        "correct answers earn 1..0.5 by length, wrong ones 0..-0.5" (length::length);
+    "cosine" "TRL"
+        "correct answers earn 1..0.5 by length, wrong ones -1..-0.5" (length::cosine);
+    "overlong" "DAPO, TRL"
+        "0, falling to -1 on the last tokens before the length limit" (overlong::reward);
+    "repetition" "VLM-R1"
+        "negative share of repeated word 6-grams or boxes; -1..0" (repetition::words);
+    "repetition_tokens" "TRL"
+        "negative share of repeated token 3-grams; -1..0" (repetition::tokens);
+    "zoomed" "DeepEyes"
+        "1 for a correct answer after a tool has shown a picture, else 0" (zoomed::reward);
+}
 
 /// Creates the rewards of a run. A spec is a name of the [`table`], `cmd:"program arguments"`, `FILE.py:FUNCTION`, `http://…`,
 /// `https://…` or `judge:http(s)://…`. `name=spec` gives one of the last five another name.

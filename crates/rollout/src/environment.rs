@@ -195,7 +195,6 @@ pub fn append(row: &mut Sample, parts: Vec<AnswerPart>) {
 
 impl Answer {
     /// Returns an answer that lets the model read why its calls failed.
-    #[must_use]
     pub fn failed(what: &str, calls: usize) -> Self {
         Self::Say { role: Role::Tool, parts: vec![error(what)], failed: calls }
     }
@@ -236,7 +235,6 @@ pub struct Interaction {
 
 impl Interaction {
     /// Uses an environment. [`SamplingParams::turns`](crate::SamplingParams::turns) limits its answers.
-    #[must_use]
     pub fn new(environment: Arc<dyn Environment>) -> Self {
         Self { environment, waited: Arc::default() }
     }

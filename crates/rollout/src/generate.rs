@@ -39,7 +39,6 @@ pub struct Request<'a> {
 
 impl<'a> Request<'a> {
     /// Creates a request for one completion of a prompt that belongs to no dataset.
-    #[must_use]
     pub fn new(prompt: &'a Prompt, features: &'a [Features]) -> Self {
         Self { prompt, features, num_samples: 1, rollout: 0, row: 0, first_sample: 0, sample: None }
     }
@@ -86,7 +85,6 @@ pub struct Completion {
 
 impl Completion {
     /// Creates a completion that was recorded elsewhere, without log-probabilities and entropies.
-    #[must_use]
     pub fn recorded(ids: Vec<u32>, finish_reason: FinishReason, text: String) -> Self {
         let (logprobs, sampler_logprobs, entropies) = (Vec::new(), Vec::new(), Vec::new());
         Self {
@@ -105,7 +103,6 @@ impl Completion {
 
     /// Creates a completion from the record in a row, for rewards. Its turns have texts, sources of media and ids, but no media. If the
     /// record does not tell which of its ids are those of an environment, the completion has no ids.
-    #[must_use]
     pub fn of_record(recorded: &RecordedCompletion) -> Self {
         let reason = match recorded.finish_reason.as_deref() {
             Some("length") => FinishReason::Length,
@@ -294,7 +291,6 @@ struct Partial {
 
 impl<'a> Generator<'a> {
     /// Creates a generator with the tokenizer and the stops of the prompt builder.
-    #[must_use]
     pub fn new(model: &'a Model, prompts: &'a PromptBuilder, params: &'a SamplingParams) -> Self {
         Self {
             model,

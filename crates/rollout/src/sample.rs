@@ -80,7 +80,6 @@ impl Default for SamplingParams {
 
 impl SamplingParams {
     /// Always takes the most probable token.
-    #[must_use]
     pub fn greedy() -> Self {
         Self { temperature: 0.0, ..Self::default() }
     }

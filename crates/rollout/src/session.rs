@@ -104,7 +104,6 @@ pub struct Session<'a> {
 
 impl<'a> Session<'a> {
     /// Creates an empty session.
-    #[must_use]
     pub fn new(model: &'a Model, tokenizer: &'a Tokenizer) -> Self {
         Self { model, tokenizer, live: BTreeMap::new(), admitted: 0 }
     }

@@ -44,7 +44,6 @@ pub struct Zoom {
 impl Zoom {
     /// Creates the environment. Parts of pictures are written into `folder` as PNG files, named by their content. Pictures are read
     /// with the orientation and the limits of `media`, so that the model's boxes fit.
-    #[must_use]
     pub fn new(folder: PathBuf, unit: BoxUnit, media: MediaSettings) -> Self {
         Self { folder, unit, media }
     }

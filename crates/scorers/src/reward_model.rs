@@ -93,7 +93,6 @@ impl RewardModel {
     /// a name.
     ///
     /// The spec is `DIR`, `ORG/MODEL`, or one of them after `NAME=`. Without `NAME=`, the last part of the path is the name.
-    #[must_use]
     pub fn spec(spec: &str) -> Option<(&str, &str)> {
         if spec.contains(':') || spec.ends_with(".py") {
             return None;

@@ -107,7 +107,6 @@ impl SentenceEncoder {
     }
 
     /// Returns the number of features of a text.
-    #[must_use]
     pub fn width(&self) -> usize {
         self.dense.last().map_or(self.bert.config().sizes.hidden, |dense| dense.layer.n())
     }

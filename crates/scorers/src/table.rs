@@ -22,7 +22,6 @@ pub struct ScorerRow {
 }
 
 /// Returns all rewards that need a model.
-#[must_use]
 pub fn table() -> &'static [ScorerRow] {
     &[
         ScorerRow {

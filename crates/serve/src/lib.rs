@@ -158,13 +158,11 @@ impl Server {
     }
 
     /// Returns the address for clients, such as `http://127.0.0.1:8000/v1`.
-    #[must_use]
     pub fn url(&self) -> String {
         format!("http://{}/v1", self.http.address())
     }
 
     /// Returns the key that clients must send.
-    #[must_use]
     pub fn key(&self) -> &str {
         &self.app.key
     }

@@ -20,154 +20,91 @@ use crate::problem::Problem;
 /// Maximum size of a file, bytes. A larger file contains no settings.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// Meaning of a field.
+/// Meaning of a field: its effect in this run, or why the value is unsupported. `on_gpu` is true if the model is on a GPU.
 enum Field {
-    /// A number that must equal the value of a setting.
-    Same(&'static str, fn(&Settings) -> f64),
-    /// A list of numbers that must equal the values of settings.
-    SameList(&'static str, fn(&Settings) -> Vec<f64>),
-    /// A field without effect, for the given reason.
-    NoEffect(&'static str),
-    /// A field that must have this value, for the given reason.
-    Only(&'static str, &'static str),
+    /// Numbers that must equal the values of settings.
+    Same(&'static str, fn(&Settings) -> Vec<f64>),
     /// A field with its own reader.
-    Read(fn(&Value, &Settings) -> Result<String, String>),
-    /// A field with its own reader, which also gets whether the model is on a GPU.
-    ByDevice(fn(&Value, &Settings, on_gpu: bool) -> Result<String, String>),
+    Read(fn(&Value, &Settings, on_gpu: bool) -> Result<String, String>),
 }
 
-use Field::{ByDevice, NoEffect, Only, Read, Same, SameList};
+use Field::{Read, Same};
 
-const COMMUNICATION: &str = "each exchange is complete before the next one begins";
-const COPIES: &str = "the state is copied weight by weight";
-const COMPLETE: &str = "checkpoints are always complete";
-const SCALING: &str = "fp16 is unsupported, so the loss is not scaled";
-const PINNED: &str = "there is only one way to allocate host memory";
-const PAGES: &str = "the system reads and writes the pages of mapped files";
-const ON_HOST: &str = "the parts of weights are not moved to another memory";
-
-/// Every known field by its path.
+/// Fields by path whose meaning depends on settings. `deepspeed.txt` has the others.
 const FIELDS: &[(&str, Field)] = &[
     (
         "train_batch_size",
         Same("per_device_train_batch_size × gradient_accumulation_steps × processes", |s| {
-            (s.batch.per_device * s.batch.accumulation * s.env.processes.max(1)) as f64
+            vec![(s.batch.per_device * s.batch.accumulation * s.env.processes.max(1)) as f64]
         }),
     ),
-    ("train_micro_batch_size_per_gpu", Same("per_device_train_batch_size", |s| s.batch.per_device as f64)),
-    ("gradient_accumulation_steps", Same("gradient_accumulation_steps", |s| s.batch.accumulation as f64)),
-    ("gradient_clipping", Same("max_grad_norm", |s| s.optimizer.max_grad_norm)),
-    ("optimizer.type", Read(optimizer)),
-    ("optimizer.params.lr", Same("learning_rate", |s| s.optimizer.learning_rate)),
+    (
+        "train_micro_batch_size_per_gpu",
+        Same("per_device_train_batch_size", |s| vec![s.batch.per_device as f64]),
+    ),
+    (
+        "gradient_accumulation_steps",
+        Same("gradient_accumulation_steps", |s| vec![s.batch.accumulation as f64]),
+    ),
+    ("gradient_clipping", Same("max_grad_norm", |s| vec![s.optimizer.max_grad_norm])),
+    ("optimizer.params.lr", Same("learning_rate", |s| vec![s.optimizer.learning_rate])),
     (
         "optimizer.params.betas",
-        SameList("adam_beta1 and adam_beta2", |s| vec![s.optimizer.beta1, s.optimizer.beta2]),
+        Same("adam_beta1 and adam_beta2", |s| vec![s.optimizer.beta1, s.optimizer.beta2]),
     ),
-    ("optimizer.params.eps", Same("adam_epsilon", |s| s.optimizer.epsilon)),
-    ("optimizer.params.weight_decay", Same("weight_decay", |s| s.optimizer.weight_decay)),
-    ("optimizer.params.torch_adam", NoEffect("there is one AdamW")),
-    ("optimizer.params.adam_w_mode", Read(adam_w)),
+    ("optimizer.params.eps", Same("adam_epsilon", |s| vec![s.optimizer.epsilon])),
+    ("optimizer.params.weight_decay", Same("weight_decay", |s| vec![s.optimizer.weight_decay])),
     ("scheduler.type", Read(scheduler)),
-    ("scheduler.params.warmup_min_lr", Read(|v, _| auto_or(v, 0.0, "warm-up starts at 0"))),
-    ("scheduler.params.warmup_max_lr", Same("learning_rate", |s| s.optimizer.learning_rate)),
-    ("scheduler.params.warmup_num_steps", Same("warmup_steps", |s| s.run.schedule.warmup_steps as f64)),
+    ("scheduler.params.warmup_max_lr", Same("learning_rate", |s| vec![s.optimizer.learning_rate])),
+    ("scheduler.params.warmup_num_steps", Same("warmup_steps", |s| vec![s.run.schedule.warmup_steps as f64])),
     ("scheduler.params.total_num_steps", Read(total_steps)),
-    ("scheduler.params.warmup_type", Read(warmup_type)),
     ("zero_optimization.stage", Read(stage)),
-    ("zero_optimization.offload_optimizer.device", ByDevice(offload_optimizer)),
+    ("zero_optimization.offload_optimizer.device", Read(offload_optimizer)),
     ("zero_optimization.offload_optimizer.nvme_path", Read(nvme_path)),
-    ("zero_optimization.offload_optimizer.pipeline", NoEffect(PAGES)),
-    ("zero_optimization.offload_optimizer.pipeline_read", NoEffect(PAGES)),
-    ("zero_optimization.offload_optimizer.pipeline_write", NoEffect(PAGES)),
-    ("zero_optimization.offload_optimizer.pin_memory", NoEffect(PINNED)),
-    (
-        "zero_optimization.offload_optimizer.ratio",
-        NoEffect("the state is offloaded completely or not at all"),
-    ),
-    ("zero_optimization.offload_optimizer.buffer_count", NoEffect(COPIES)),
-    ("zero_optimization.offload_optimizer.fast_init", NoEffect(COPIES)),
-    ("zero_optimization.offload_param.device", ByDevice(offload_param)),
-    ("zero_optimization.offload_param.pin_memory", NoEffect(PINNED)),
-    ("zero_optimization.offload_param.buffer_count", NoEffect(ON_HOST)),
-    ("zero_optimization.offload_param.buffer_size", NoEffect(ON_HOST)),
-    ("zero_optimization.offload_param.max_in_cpu", NoEffect(ON_HOST)),
-    (
-        "zero_optimization.allgather_partitions",
-        Only("true", "the updated parts of the weights are gathered in buckets"),
-    ),
+    ("zero_optimization.offload_param.device", Read(offload_param)),
     ("zero_optimization.allgather_bucket_size", Read(bucket)),
-    ("zero_optimization.overlap_comm", Read(overlap)),
-    ("zero_optimization.reduce_scatter", Only("true", "each process receives the sum of its part")),
     ("zero_optimization.reduce_bucket_size", Read(bucket)),
-    ("zero_optimization.contiguous_gradients", NoEffect("a bucket is contiguous while it is exchanged")),
-    ("zero_optimization.round_robin_gradients", NoEffect(COMMUNICATION)),
-    ("zero_optimization.sub_group_size", NoEffect("the optimizer updates one weight at a time")),
     (
         "zero_optimization.stage3_prefetch_bucket_size",
-        Read(|v, s| match v.as_f64() {
+        Read(|v, s, _| match v.as_f64() {
             Some(0.0) => Ok("nothing is fetched ahead".into()),
             _ => of_layers(v, s, "a layer is fetched when a pass reaches it"),
         }),
     ),
-    ("zero_optimization.zero_hpz_partition_size", Only("1", "weights are cut over all processes")),
-    ("zero_optimization.zero_quantized_weights", Only("false", "weights are exchanged in their own dtype")),
-    ("zero_optimization.zero_quantized_gradients", Only("false", "gradients are exchanged in f32")),
-    ("communication_data_type", Only("\"fp32\"", "gradients are exchanged in f32")),
-    ("prescale_gradients", Only("false", "gradients are normalised before they are summed")),
-    ("gradient_predivide_factor", Only("1", "gradients are normalised before they are summed")),
     ("zero_optimization.stage3_param_persistence_threshold", Read(threshold)),
     (
         "zero_optimization.stage3_max_live_parameters",
-        Read(|v, s| {
+        Read(|v, s, _| {
             of_layers(v, s, "a pass completes the weights of one layer at a time, and a rollout those of all")
         }),
     ),
     (
         "zero_optimization.stage3_max_reuse_distance",
-        Read(|v, s| of_layers(v, s, "a pass drops the weights of a layer when it reaches the next one")),
-    ),
-    ("zero_optimization.stage3_gather_16bit_weights_on_model_save", Only("true", COMPLETE)),
-    ("zero_optimization.gather_16bit_weights_on_model_save", Only("true", COMPLETE)),
-    ("zero_optimization.gather_fp16_weights_on_model_save", Only("true", COMPLETE)),
-    ("zero_optimization.stage3_gather_fp16_weights_on_model_save", Only("true", COMPLETE)),
-    (
-        "zero_optimization.ignore_unused_parameters",
-        NoEffect("weights without a gradient are counted in the metrics"),
-    ),
-    (
-        "zero_optimization.elastic_checkpoint",
-        NoEffect("checkpoints do not depend on the number of processes"),
+        Read(|v, s, _| of_layers(v, s, "a pass drops the weights of a layer when it reaches the next one")),
     ),
     (
         "zero_optimization.cpu_offload",
-        ByDevice(|v, s, on_gpu| match v {
+        Read(|v, s, on_gpu| match v {
             Value::Bool(true) => offload_optimizer(&"cpu".into(), s, on_gpu),
             Value::Bool(false) => offload_optimizer(&"none".into(), s, on_gpu),
             _ => Err("expected true or false".into()),
         }),
     ),
-    ("aio.block_size", NoEffect(PAGES)),
-    ("aio.queue_depth", NoEffect(PAGES)),
-    ("aio.thread_count", NoEffect(PAGES)),
-    ("aio.intra_op_parallelism", NoEffect(PAGES)),
-    ("aio.single_submit", NoEffect(PAGES)),
-    ("aio.overlap_events", NoEffect(PAGES)),
-    ("aio.use_gds", NoEffect(PAGES)),
-    ("zero_allow_untested_optimizer", NoEffect("AdamW is the only optimizer")),
-    ("zero_force_ds_cpu_optimizer", NoEffect("AdamW is the only optimizer")),
     ("bf16.enabled", Read(bf16)),
-    ("fp16.enabled", Read(fp16)),
-    ("fp16.auto_cast", NoEffect(SCALING)),
-    ("fp16.loss_scale", NoEffect(SCALING)),
-    ("fp16.loss_scale_window", NoEffect(SCALING)),
-    ("fp16.initial_scale_power", NoEffect(SCALING)),
-    ("fp16.hysteresis", NoEffect(SCALING)),
-    ("fp16.consecutive_hysteresis", NoEffect(SCALING)),
-    ("fp16.min_loss_scale", NoEffect(SCALING)),
-    ("steps_per_print", NoEffect("`logging_steps` sets how often a line is printed")),
-    ("wall_clock_breakdown", NoEffect("`metrics.jsonl` always has the time of each phase")),
-    ("dump_state", NoEffect("`--print_config` shows every setting")),
 ];
+
+/// Returns the meaning and the reason of a field in `deepspeed.txt`, whose head describes its form.
+fn plain(name: &str) -> Option<(&'static str, &'static str)> {
+    let mut meaning = "";
+    for line in include_str!("deepspeed.txt").lines() {
+        match line.starts_with(' ') {
+            true if line.split_whitespace().any(|own| own == name) => return meaning.split_once(": "),
+            true => {}
+            false => meaning = line,
+        }
+    }
+    None
+}
 
 /// Reads the file as JSON.
 fn parse(path: &Path) -> Result<Value, Problem> {
@@ -195,12 +132,20 @@ pub fn read(path: &Path, settings: &Settings, on_gpu: bool) -> Result<Vec<String
     collect("", &json, &mut leaves);
     let (mut lines, mut problems) = (Vec::new(), Vec::new());
     for (name, value) in leaves {
-        match FIELDS.iter().find(|(known, _)| *known == name) {
-            Some((_, field)) => match effect(field, value, settings, on_gpu) {
-                Ok(text) => lines.push(format!("{name} = {value}: {text}")),
-                Err(problem) => problems.push(format!("{name} = {value}: {problem}")),
+        let effect = match FIELDS.iter().find(|(known, _)| *known == name) {
+            Some((_, Same(ours, values))) => same(ours, value, &values(settings)),
+            Some((_, Read(read))) => read(value, settings, on_gpu),
+            None => match plain(&name) {
+                Some(("no effect", why)) => Ok(format!("no effect: {why}")),
+                Some((supported, why)) => one_of(supported, value)
+                    .map(|()| why.to_owned())
+                    .map_err(|expected| format!("{why}; {expected}")),
+                None => Err("not a field this program knows".to_owned()),
             },
-            None => problems.push(format!("{name} = {value}: not a field this program knows")),
+        };
+        match effect {
+            Ok(text) => lines.push(format!("{name} = {value}: {text}")),
+            Err(problem) => problems.push(format!("{name} = {value}: {problem}")),
         }
     }
     if problems.is_empty() {
@@ -225,22 +170,12 @@ fn collect<'v>(path: &str, value: &'v Value, leaves: &mut Vec<(String, &'v Value
     }
 }
 
-fn effect(field: &Field, value: &Value, settings: &Settings, on_gpu: bool) -> Result<String, String> {
-    match field {
-        NoEffect(why) => Ok(format!("no effect: {why}")),
-        Only(only, why) if value == "auto" || is_the_value(value, only) => Ok((*why).to_owned()),
-        Only(only, why) => Err(format!("{why}; expected {only}")),
-        Read(read) => read(value, settings),
-        ByDevice(read) => read(value, settings, on_gpu),
-        Same(name, ours) => same(name, value, &[ours(settings)]),
-        SameList(name, ours) => same(name, value, &ours(settings)),
-    }
-}
-
-/// Returns true if a value is the one with this JSON text. Numbers are compared by value: 1 is 1.0.
-fn is_the_value(value: &Value, text: &str) -> bool {
-    let expected: Value = serde_json::from_str(text).unwrap_or_default();
-    *value == expected || value.as_f64().is_some_and(|x| expected.as_f64() == Some(x))
+/// Checks that a value is `"auto"` or one of those in a text of JSON. Numbers are compared by value: 1 is 1.0.
+fn one_of(supported: &str, value: &Value) -> Result<(), String> {
+    let all = serde_json::Deserializer::from_str(supported).into_iter::<Value>().flatten();
+    let is_same = |own: Value| *value == own || value.as_f64().is_some_and(|x| own.as_f64() == Some(x));
+    let found = value == "auto" || all.into_iter().any(is_same);
+    if found { Ok(()) } else { Err(format!("expected {}", supported.replace(' ', " or "))) }
 }
 
 fn same(name: &str, value: &Value, ours: &[f64]) -> Result<String, String> {
@@ -261,29 +196,7 @@ fn same(name: &str, value: &Value, ours: &[f64]) -> Result<String, String> {
     }
 }
 
-fn auto_or(value: &Value, expected: f64, meaning: &str) -> Result<String, String> {
-    match value.as_f64() {
-        Some(x) if x == expected => Ok(meaning.to_owned()),
-        None if value == "auto" => Ok(meaning.to_owned()),
-        _ => Err(format!("{meaning}; expected \"auto\" or {expected}")),
-    }
-}
-
-fn optimizer(value: &Value, _: &Settings) -> Result<String, String> {
-    match value.as_str() {
-        Some("Adam" | "AdamW") => Ok("AdamW, the only optimizer".into()),
-        _ => Err("the only optimizer is AdamW".into()),
-    }
-}
-
-fn adam_w(value: &Value, _: &Settings) -> Result<String, String> {
-    match value {
-        Value::Bool(true) => Ok("weight decay is always AdamW's".into()),
-        _ => Err("weight decay is AdamW's; expected true".into()),
-    }
-}
-
-fn scheduler(value: &Value, s: &Settings) -> Result<String, String> {
+fn scheduler(value: &Value, s: &Settings, _: bool) -> Result<String, String> {
     let ours = s.run.schedule.kind;
     let fits = match value.as_str() {
         Some("WarmupLR") => matches!(ours, ScheduleKind::ConstantWithWarmup | ScheduleKind::Constant),
@@ -299,18 +212,11 @@ fn scheduler(value: &Value, s: &Settings) -> Result<String, String> {
     }
 }
 
-fn total_steps(value: &Value, s: &Settings) -> Result<String, String> {
+fn total_steps(value: &Value, s: &Settings, _: bool) -> Result<String, String> {
     match (value.as_u64(), s.run.max_steps) {
         _ if value == "auto" => Ok("the run's length".into()),
         (Some(theirs), Some(ours)) if theirs == ours => Ok("max_steps, the same".into()),
         _ => Err("the schedule follows the run's length; write \"auto\" or the number of `max_steps`".into()),
-    }
-}
-
-fn warmup_type(value: &Value, _: &Settings) -> Result<String, String> {
-    match value.as_str() {
-        Some("linear") => Ok("warm-up is linear".into()),
-        _ => Err("warm-up is linear".into()),
     }
 }
 
@@ -322,7 +228,7 @@ const STAGES: [(Shard, &str, &str); 4] = [
     (Shard::Weights, "weights", "the decoder's weights, the gradients, moments and masters"),
 ];
 
-fn stage(value: &Value, s: &Settings) -> Result<String, String> {
+fn stage(value: &Value, s: &Settings, _: bool) -> Result<String, String> {
     let ours = s.algorithm.split.shard;
     let stage = value.as_u64().and_then(|stage| STAGES.get(usize::try_from(stage).ok()?));
     match stage {
@@ -339,20 +245,11 @@ fn stage(value: &Value, s: &Settings) -> Result<String, String> {
     }
 }
 
-fn threshold(value: &Value, s: &Settings) -> Result<String, String> {
+fn threshold(value: &Value, s: &Settings, _: bool) -> Result<String, String> {
     if s.algorithm.split.shard != Shard::Weights {
         return Ok("no effect: no weight is cut into parts".into());
     }
     same("shard_min_elements", value, &[s.algorithm.split.least_cut as f64])
-}
-
-fn overlap(value: &Value, _: &Settings) -> Result<String, String> {
-    match value {
-        Value::Bool(true) => Ok("no effect: a pass waits for each exchange".into()),
-        Value::Bool(false) => Ok("a pass waits for each exchange".into()),
-        _ if value.is_null() || value == "auto" => Ok("a pass waits for each exchange".into()),
-        _ => Err("expected true or false".into()),
-    }
 }
 
 /// Reads a number of elements that does not change when layers are completed.
@@ -370,7 +267,7 @@ fn of_layers(value: &Value, s: &Settings, why: &str) -> Result<String, String> {
     Ok(format!("no effect: {why}"))
 }
 
-fn bucket(value: &Value, s: &Settings) -> Result<String, String> {
+fn bucket(value: &Value, s: &Settings, _: bool) -> Result<String, String> {
     let ours = s.algorithm.split.bucket;
     match value.as_f64() {
         None if value == "auto" => Ok(format!("reduce_bucket_size = {ours}")),
@@ -427,7 +324,7 @@ fn offload_optimizer(value: &Value, s: &Settings, on_gpu: bool) -> Result<String
     }
 }
 
-fn nvme_path(value: &Value, s: &Settings) -> Result<String, String> {
+fn nvme_path(value: &Value, s: &Settings, _: bool) -> Result<String, String> {
     match (value.as_str(), &s.optimizer.offload_folder) {
         (Some(path), Some(folder)) if folder == Path::new(path) => {
             Ok("`nvme_path`: the folder of the files".into())
@@ -474,7 +371,7 @@ pub fn offloads_optimizer(path: &Path) -> (Offload, Option<String>) {
     }
 }
 
-fn bf16(value: &Value, s: &Settings) -> Result<String, String> {
+fn bf16(value: &Value, s: &Settings, _: bool) -> Result<String, String> {
     match value {
         Value::Bool(true) if s.model.dtype != WeightDtype::BFloat16 => {
             Err("`torch_dtype` is not bfloat16; give `--torch_dtype bfloat16` or write \"auto\"".into())
@@ -485,14 +382,5 @@ fn bf16(value: &Value, s: &Settings) -> Result<String, String> {
         Value::Bool(_) => Ok("torch_dtype, the same".into()),
         _ if value == "auto" => Ok("set by `torch_dtype`".into()),
         _ => Err("expected true, false or \"auto\"".into()),
-    }
-}
-
-fn fp16(value: &Value, _: &Settings) -> Result<String, String> {
-    match value {
-        Value::Bool(true) => Err("fp16 training is unsupported; use bf16".into()),
-        Value::Bool(false) => Ok("off, as always".into()),
-        _ if value == "auto" => Ok("off: fp16 training is unsupported".into()),
-        _ => Err("expected false or \"auto\"".into()),
     }
 }

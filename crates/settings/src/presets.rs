@@ -33,56 +33,28 @@ logging_steps: 10               # SFTConfig
 save_steps: 500                 # transformers default
 ";
 
-const PRESETS: &[Preset] = &[
-    Preset {
-        name: "r1-v",
-        help: "R1-V: images and videos, accuracy and format",
-        text: include_str!("../presets/r1-v.yaml"),
-        sft: "",
-    },
-    Preset {
-        name: "humanomni",
-        help: "R1-Omni: emotions in video and sound",
-        text: include_str!("../presets/humanomni.yaml"),
-        sft: COLD_START,
-    },
-    Preset {
-        name: "qwen-video",
-        help: "sets of actions in videos, graded rewards",
-        text: include_str!("../presets/qwen-video.yaml"),
-        sft: "",
-    },
-    Preset {
-        name: "qwen-mcq",
-        help: "multiple choice about videos, strict rewards",
-        text: include_str!("../presets/qwen-mcq.yaml"),
-        sft: "",
-    },
-    Preset {
-        name: "vivqa-x",
-        help: "Vietnamese answers with explanations",
-        text: include_str!("../presets/vivqa-x.yaml"),
-        sft: "",
-    },
-    Preset {
-        name: "vlm-r1",
-        help: "VLM-R1: images, batches counted in completions",
-        text: include_str!("../presets/vlm-r1.yaml"),
-        sft: "",
-    },
-    Preset {
-        name: "deepeyes",
-        help: "DeepEyes: details of images, with a tool that zooms",
-        text: include_str!("../presets/deepeyes.yaml"),
-        sft: "",
-    },
-    Preset {
-        name: "trl",
-        help: "TRL 1.16's defaults, batches counted in completions",
-        text: include_str!("../presets/trl.yaml"),
-        sft: TRL_SFT,
-    },
-];
+/// Declares the presets: name, help, and the settings of `sft`. Those of `train` are in the file with the name.
+macro_rules! presets {
+    ($($name:literal $help:literal $sft:expr;)+) => {
+        const PRESETS: &[Preset] = &[$(Preset {
+            name: $name,
+            help: $help,
+            text: include_str!(concat!("../presets/", $name, ".yaml")),
+            sft: $sft,
+        }),+];
+    };
+}
+
+presets! {
+    "r1-v" "R1-V: images and videos, accuracy and format" "";
+    "humanomni" "R1-Omni: emotions in video and sound" COLD_START;
+    "qwen-video" "sets of actions in videos, graded rewards" "";
+    "qwen-mcq" "multiple choice about videos, strict rewards" "";
+    "vivqa-x" "Vietnamese answers with explanations" "";
+    "vlm-r1" "VLM-R1: images, batches counted in completions" "";
+    "deepeyes" "DeepEyes: details of images, with a tool that zooms" "";
+    "trl" "TRL 1.16's defaults, batches counted in completions" TRL_SFT;
+}
 
 /// Returns the name and help of every preset.
 pub fn words() -> Vec<(&'static str, &'static str)> {

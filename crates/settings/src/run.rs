@@ -515,7 +515,7 @@ impl Settings {
                 let over = if processes > 1 { format!(" × {processes} processes") } else { String::new() };
                 let all = per_device * accumulation * processes;
                 let whole = "`--batch_unit prompts` counts prompts, which always form complete groups";
-                let problem = Problem::usage("the completions of a step do not form complete groups")
+                let problem = Problem::usage("the batch is not a multiple of `num_generations`")
                     .got(format!(
                         "`per_device_train_batch_size` {per_device} × `gradient_accumulation_steps` {accumulation}{over}: \
                          {all} completions, `num_generations` {each}"

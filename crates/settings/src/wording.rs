@@ -86,7 +86,6 @@ mod tests {
             omnigrpo_data::SETTINGS,
             omnigrpo_fetch::SETTINGS,
             omnigrpo_models::SETTINGS,
-            omnigrpo_observe::SETTINGS,
             omnigrpo_rewards::SETTINGS,
             omnigrpo_scorers::SETTINGS,
             omnigrpo_train::SETTINGS,
@@ -108,7 +107,7 @@ mod tests {
     fn every_rule_is_documented_with_its_flag() {
         let docs =
             std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/watch.md")).unwrap();
-        let row = |rule: &omnigrpo_observe::Rule| {
+        let row = |rule: &omnigrpo_train::Rule| {
             format!(
                 "| `{}` | {} | {} | `{}` |",
                 rule.name,
@@ -118,7 +117,7 @@ mod tests {
             )
         };
         let missing: Vec<String> =
-            omnigrpo_observe::RULES.iter().map(row).filter(|row| !docs.contains(row.as_str())).collect();
+            omnigrpo_train::RULES.iter().map(row).filter(|row| !docs.contains(row.as_str())).collect();
         assert!(missing.is_empty(), "docs/watch.md lacks {missing:#?}");
     }
 }

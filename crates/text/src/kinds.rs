@@ -78,7 +78,6 @@ impl MediumKind {
     };
 
     /// Returns the kind with this name.
-    #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.as_str() == name)
     }
@@ -88,31 +87,26 @@ impl MediumKind {
     }
 
     /// Returns the name in `{"type": …}` of rows, which is also that of a column with one medium.
-    #[must_use]
     pub fn as_str(self) -> &'static str {
         self.row().name
     }
 
     /// Returns the name of a column with a list of media.
-    #[must_use]
     pub fn plural(self) -> &'static str {
         self.row().plural
     }
 
     /// Returns the word for several media in messages.
-    #[must_use]
     pub fn word(self) -> &'static str {
         self.row().word
     }
 
     /// Returns the literal that marks the place of a medium in a dataset's text.
-    #[must_use]
     pub fn placeholder(self) -> &'static str {
         self.row().placeholder
     }
 
     /// Returns the form of the files.
-    #[must_use]
     pub fn form(self) -> Form {
         self.row().form
     }

@@ -295,7 +295,6 @@ impl<'a> PromptRenderer<'a> {
     }
 
     /// Returns the text of a turn of the model, with its calls of tools in the format of the template.
-    #[must_use]
     pub fn said(&self, turn: &Turn) -> String {
         let calls = turn.calls();
         let texts = turn.parts.iter().filter(|part| matches!(part, Part::Text(_))).cloned().collect();
@@ -782,7 +781,6 @@ fn tags(text: &str) -> impl Iterator<Item = Range<usize>> {
 }
 
 /// Replaces the first system turn, or inserts one at the start.
-#[must_use]
 pub fn with_system(turns: &[Turn], system: Option<&str>) -> Vec<Turn> {
     let mut turns = turns.to_vec();
     if let Some(system) = system {

@@ -36,7 +36,6 @@ const SHOWN: usize = 80;
 
 /// Returns the calls in a turn of the model, in order. A call that cannot be read is replaced by a description of the problem, for
 /// the model to read. Calls in a thinking part, which ends with `</think>`, do not count.
-#[must_use]
 pub fn tool_calls(text: &str) -> Vec<Result<ToolCall, String>> {
     let said = text.rsplit_once("</think>").map_or(text, |(_, said)| said);
     let mut calls = Vec::new();
@@ -54,7 +53,6 @@ pub fn tool_calls(text: &str) -> Vec<Result<ToolCall, String>> {
 
 /// Splits a turn of the model into the text before its calls, and the calls. If there are none, or one of them cannot be read, the
 /// text is the whole turn.
-#[must_use]
 pub fn split_calls(text: &str) -> (&str, Vec<ToolCall>) {
     let calls: Result<Vec<_>, _> = tool_calls(text).into_iter().collect();
     let calls = calls.unwrap_or_default();

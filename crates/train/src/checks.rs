@@ -124,7 +124,7 @@ fn unread_lines(unread: &[&UnreadMedia]) -> Vec<String> {
 pub fn unread_media(dataset: &Dataset, which: &str, allowed: bool) -> (Vec<String>, Option<Refusal>) {
     let unread = dataset.unread_media();
     let (lost, rare): (Vec<_>, Vec<_>) = unread.iter().partition(|one| one.is_usual() && !allowed);
-    let warnings = unread_lines(&rare).into_iter().map(|line| format!("warning: {line}")).collect();
+    let warnings = unread_lines(&rare);
     let refusal = (!lost.is_empty()).then(|| {
         Refusal::failure(format!("{which} have media that are not read"))
             .got(unread_lines(&lost).join("; "))

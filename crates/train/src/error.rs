@@ -15,8 +15,9 @@ use crate::{
 omnigrpo_guard::settings! {
     struct AdamWConfig { LEARNING_RATE = learning_rate, MAX_GRAD_NORM = max_grad_norm, OFFLOAD = offload }
     struct Algorithm {
-        LENGTH_BONUS = length_bonus, MICRO_BATCH = prompts_per_micro_batch, RECOMPUTE = recompute,
-        STREAM_ROWS = max_stream_tokens
+        BETA = loss.beta, CORRECTION = loss.correction.kind, ENTROPY_COEF = loss.entropy_coef, LENGTH_BONUS = length_bonus,
+        MICRO_BATCH = prompts_per_micro_batch, NUM_GENERATIONS = num_generations, RECOMPUTE = recompute,
+        STREAM_ROWS = max_stream_tokens, TEMPERATURE = sampling.temperature
     }
     struct ColumnNames { IMAGE = image, SOLUTION = solution }
     struct LoadOptions { DEVICE = device, DTYPE = dtype, QUANTIZATION = quantization }
@@ -27,7 +28,7 @@ omnigrpo_guard::settings! {
     struct EvalSchedule { BEST_METRIC = best_metric }
     enum ResumeFrom { NEWEST = Newest, START = Start }
     struct ResumePlan { ALLOW_CHANGED = allow_changed, RESUME = from }
-    struct RowPlan { TEXT_ONLY = text_only }
+    struct RowPlan { CURRICULUM = lessons.curriculum, HIGH = lessons.high, TEXT_ONLY = text_only }
     struct RunPlan { MAX_STEPS = max_steps, SYNC_REFERENCE = sync_reference }
     struct SavePlan { SAVE_ONLY_MODEL = only_model }
     struct Selection { GATE = gate, LLM = llm, PATTERNS = patterns, PROJECTOR = projector, TOWERS = towers }

@@ -38,7 +38,6 @@ pub struct EvalPlan {
 
 impl EvalPlan {
     /// Creates a plan for all rows of a dataset with one greedy completion each.
-    #[must_use]
     pub fn new(prompts: Arc<PromptBuilder>, dataset: Arc<Dataset>) -> Self {
         let rows = (0..dataset.len()).collect();
         Self { prompts, dataset, rows, interaction: None, options: EvalOptions::default() }

@@ -110,7 +110,6 @@ pub struct AdamW {
 
 impl AdamW {
     /// Creates an optimizer for the trained weights among `params`.
-    #[must_use]
     pub fn new(config: AdamWConfig, params: &[Arc<Param>]) -> Self {
         let decayed = decayed_names(params);
         let trained = params.iter().filter(|p| p.trainable());

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use omnigrpo_data::{Dataset, Lessons};
 use omnigrpo_models::{Model, PromptBuilder};
-use omnigrpo_observe::{DebugLog, Metric, Report, RunLock, Trackers, Warning};
+use omnigrpo_observe::{DebugLog, Event, Metric, Report, RunLock, Trackers};
 use omnigrpo_ops::Device;
 use omnigrpo_rewards::RewardSet;
 use omnigrpo_rollout::Interaction;
@@ -358,9 +358,9 @@ pub trait Observer: Send {
         let _ = (step, evaluation);
     }
 
-    /// Receives a training problem that begins or ends.
-    fn problem(&mut self, warning: &Warning) {
-        let _ = warning;
+    /// Receives an event of the training loop after `step` updates. Warnings and the failure of a run do not come here.
+    fn event(&mut self, step: u64, event: &Event) {
+        let _ = (step, event);
     }
 }
 
@@ -389,8 +389,8 @@ impl Observer for Vec<Box<dyn Observer>> {
         self.iter_mut().for_each(|one| one.evaluation(step, evaluation));
     }
 
-    fn problem(&mut self, warning: &Warning) {
-        self.iter_mut().for_each(|one| one.problem(warning));
+    fn event(&mut self, step: u64, event: &Event) {
+        self.iter_mut().for_each(|one| one.event(step, event));
     }
 }
 
@@ -456,4 +456,15 @@ pub struct RunSummary {
     pub after: Option<Evaluation>,
     /// Tables for the end of the run.
     pub report: Report,
+}
+
+impl RunSummary {
+    /// Returns the event with which the run ended.
+    pub fn end(&self) -> Event {
+        match (&self.collapsed, &self.machine) {
+            (Some(why), _) => Event::Collapsed { why: why.clone() },
+            (None, why) if self.interrupted => Event::Stopped { why: why.clone() },
+            (None, _) => Event::Finished,
+        }
+    }
 }

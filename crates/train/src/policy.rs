@@ -34,7 +34,6 @@ pub struct ModelPlan {
 
 impl ModelPlan {
     /// Returns the plan of a checkpoint as it is, on the CPU.
-    #[must_use]
     pub fn of(checkpoint: &Checkpoint) -> Self {
         Self {
             checkpoint: checkpoint.clone(),

@@ -287,7 +287,7 @@ impl Run {
         let evaluated = held_out.map(|eval| (EVALUATION, &eval.dataset));
         for (which, dataset) in std::iter::once((TRAINING, &self.dataset)).chain(evaluated) {
             let (warnings, refusal) = checks::unread_media(dataset, which, self.plan.rows.text_only);
-            warnings.iter().for_each(|line| console.line(line));
+            warnings.iter().for_each(|line| console.warning(line));
             if let Some(refusal) = refusal {
                 return Err(refusal.into());
             }
@@ -314,7 +314,7 @@ impl Run {
                     return Err(refusal.into());
                 }
                 let system = self.prompts.settings().render.system.as_deref();
-                checks::warnings(&survey.seen(), system).iter().for_each(|line| console.line(line));
+                checks::warnings(&survey.seen(), system).iter().for_each(|line| console.notice(line));
             }
             media_bytes[0] = Some(checks::mean_media_bytes(&report));
             media_bytes[1] = media_bytes[1].or(media_bytes[0]);

@@ -7,9 +7,9 @@ use omnigrpo_data::{Dataset, MediumRef, MediumSource, content};
 use omnigrpo_guard::told;
 use omnigrpo_models::AddedTurn;
 use omnigrpo_observe::{
-    BeforeAfter, Console, DebugLog, EnvironmentTurn, Event, FinishReason, Health, Metric, PhaseTimer, Report,
-    Rollout, RunDir, Skipped, Tokens, Trackers, Warning, Window, best_and_worst, evaluation_line,
-    is_headline, names, write_atomic,
+    BeforeAfter, Console, DebugLog, EnvironmentTurn, Event, FinishReason, Metric, PhaseTimer, Report,
+    Rollout, RunDir, Skipped, Tokens, Tracked, Trackers, TrainingProblem, Window, best_and_worst,
+    is_headline, names, replaced, write_atomic,
 };
 use omnigrpo_rewards::Category;
 use omnigrpo_rollout::Completion;
@@ -20,6 +20,7 @@ use serde_json::Value;
 use crate::checkpoint;
 use crate::error::{Result, TrainError};
 use crate::evaluate::Evaluation;
+use crate::health::Health;
 use crate::plan::{RunPlan, RunSummary};
 use crate::rollouts::{Group, Rollouts, Scored};
 use crate::rows::{PreparedRow, SkippedRow, media_paths};
@@ -85,7 +86,9 @@ impl Records {
 
     /// Waits until everything written so far is on disk.
     pub(crate) fn sync(&mut self) -> Result<()> {
-        Ok(self.dir.as_mut().map_or(Ok(()), RunDir::sync)?)
+        let Some(dir) = &mut self.dir else { return Ok(()) };
+        self.console.sync_record()?;
+        Ok(dir.sync()?)
     }
 
     pub(crate) fn skipped(&mut self, step: u64, row: &SkippedRow) -> Result<()> {
@@ -106,9 +109,7 @@ impl Records {
 
     fn notice(&self, in_place: bool, log: &str) {
         if !in_place {
-            self.console.line(&format!(
-                "warning: {log} was removed or replaced while the run wrote it; the new file lacks the earlier rows"
-            ));
+            self.console.warning(&replaced(log));
         }
     }
 
@@ -142,7 +143,7 @@ impl Records {
         if !self.trackers.is_empty() && step.is_multiple_of(self.logging_steps) {
             let mut rollouts = lines;
             rollouts.retain(|line| line.group < SHOWN_GROUPS);
-            self.trackers.tell(Event::Completions { step, rollouts });
+            self.trackers.tell(Tracked::Completions { step, rollouts });
         }
         Ok(())
     }
@@ -195,7 +196,7 @@ impl Records {
         mut metrics: Vec<Metric>,
         reward: Option<f64>,
         timer: PhaseTimer,
-    ) -> Result<(Vec<Metric>, Vec<Warning>)> {
+    ) -> Result<(Vec<Metric>, Vec<TrainingProblem>)> {
         if self.dir.is_none() {
             self.steps_timed += 1;
             return Ok((metrics, Vec::new()));
@@ -214,7 +215,7 @@ impl Records {
         }
         self.steps_timed += 1;
         self.rewards_seen.extend(reward);
-        let warnings = self.warn(step, &metrics)?;
+        let problems = self.problems(step, &metrics)?;
         metrics.extend(times);
         self.metrics(step, epoch, &metrics)?;
         let (own, others): (Vec<Metric>, Vec<Metric>) =
@@ -228,27 +229,24 @@ impl Records {
             self.show_window(step, epoch);
         }
         metrics.insert(0, ("epoch".to_owned(), Some(epoch)));
-        Ok((metrics, warnings))
+        Ok((metrics, problems))
     }
 
     /// Shows, records and returns the problems that begin or end with a step.
-    fn warn(&mut self, step: u64, metrics: &[Metric]) -> Result<Vec<Warning>> {
-        let Some(dir) = &mut self.dir else { return Ok(Vec::new()) };
-        let mut warnings = self.health.add(step, metrics);
-        for warning in &mut warnings {
-            if warning.begins {
-                let good = checkpoint::before(dir.root(), warning.since)?;
+    fn problems(&mut self, step: u64, metrics: &[Metric]) -> Result<Vec<TrainingProblem>> {
+        let Some(dir) = &self.dir else { return Ok(Vec::new()) };
+        let mut problems = self.health.add(step, metrics);
+        for problem in &mut problems {
+            if problem.begins {
+                let good = checkpoint::before(dir.root(), problem.since)?;
                 let good = good.map_or("No checkpoint precedes the problem".to_owned(), |(_, path)| {
                     format!("The last checkpoint before the problem is {}", path.display())
                 });
-                warning.text = format!("{}. {good}", warning.text);
-                self.console.warning(&warning.text);
-            } else {
-                self.console.line(&warning.text);
+                problem.text = format!("{}. {good}", problem.text);
             }
+            self.console.event(Some(step), &Event::Problem(problem.clone()));
         }
-        dir.append_warnings(&warnings)?;
-        Ok(warnings)
+        Ok(problems)
     }
 
     /// Returns the message of a collapse that is still in progress.
@@ -276,7 +274,7 @@ impl Records {
 
     fn track(&mut self, step: u64, epoch: f64, metrics: &[Metric]) {
         if !metrics.is_empty() {
-            self.trackers.tell(Event::Metrics { step, epoch, metrics: metrics.to_vec() });
+            self.trackers.tell(Tracked::Metrics { step, epoch, metrics: metrics.to_vec() });
         }
     }
 
@@ -307,8 +305,8 @@ impl Records {
         let shown = names[..names.len().min(SHOWN)].join(", ");
         let more =
             if names.len() > SHOWN { format!(" and {} more", names.len() - SHOWN) } else { String::new() };
-        self.console.line(&format!(
-            "warning: no {what} reached {shown}{more}. These weights are selected for training but stay unchanged: no \
+        self.console.warning(&format!(
+            "no {what} reached {shown}{more}. These weights are selected for training but stay unchanged: no \
              row has the kind of medium that they process, or the model does not use them"
         ));
     }
@@ -329,7 +327,7 @@ impl Records {
         // The metrics are written last, so their row shows that the evaluation is complete.
         self.metrics(step, epoch, &evaluation.summary.metrics)?;
         self.track(step, epoch, &evaluation.summary.metrics);
-        self.console.line(&evaluation_line(step, &evaluation.summary.metrics));
+        self.console.event(Some(step), &Event::evaluation(&evaluation.summary.metrics));
         Ok(())
     }
 

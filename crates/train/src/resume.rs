@@ -198,10 +198,10 @@ impl Search<'_> {
         let differences = differences(self.run, &state);
         if !differences.is_empty() {
             let all: Vec<&str> = differences.iter().map(|(_, text)| text.as_str()).collect();
-            self.console.line(&format!("resuming with changed settings: {}", all.join("; ")));
+            self.console.notice(&format!("resuming with changed settings: {}", all.join("; ")));
         }
         if let Some(rounded) = rounding::differing(&state.rounding, self.rounding) {
-            self.console.line(&format!(
+            self.console.notice(&format!(
                 "resuming with {rounded}; the results differ by rounding from those of a run without this change"
             ));
         }
@@ -276,7 +276,7 @@ impl Start {
             ));
         }
         let aside = move_aside(dir, paths)?;
-        console.line(&format!("{what} in {} were moved to {}: {why}", dir.display(), aside.display()));
+        console.notice(&format!("{what} in {} were moved to {}: {why}", dir.display(), aside.display()));
         Ok(())
     }
 }

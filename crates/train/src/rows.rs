@@ -421,7 +421,6 @@ pub(crate) fn bring_here(prompts: &PromptBuilder, row: &mut PreparedRow) -> Resu
 
 impl RowSource {
     /// Creates a source over an order of the dataset's rows. `rewards` are the rewards that will score their completions.
-    #[must_use]
     pub fn new(
         dataset: Arc<Dataset>,
         order: Order,

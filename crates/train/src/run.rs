@@ -13,7 +13,7 @@ use omnigrpo_data::Dataset;
 use omnigrpo_grpo::metric;
 use omnigrpo_guard::{Fault, told};
 use omnigrpo_models::{Model, PromptBuilder};
-use omnigrpo_observe::{Console, Metric, PhaseTimer, RunLock};
+use omnigrpo_observe::{Console, Event, Metric, PhaseTimer, RunLock};
 use omnigrpo_rewards::RewardSet;
 use omnigrpo_rollout::Interaction;
 
@@ -43,6 +43,15 @@ use crate::timing::{gpu_load, timed};
 /// checkpoint stays usable. If the machine fails during a step, the run writes a checkpoint and ends without an error
 /// ([`RunSummary::machine`]).
 pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<Trained> {
+    let trained = train_to_the_end(setup, console, stop);
+    if let Err(error) = &trained {
+        console.event(None, &Event::Failed { why: told(error) });
+    }
+    console.end_record();
+    trained
+}
+
+fn train_to_the_end(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<Trained> {
     let mut this = Loop::begin(setup, console)?;
     let total = this.length.total;
     let mut summary = RunSummary::default();
@@ -359,9 +368,9 @@ impl Loop {
     ) -> Result<bool> {
         let (step, split) = (self.place.step, &self.algorithm.split);
         let epoch = self.source.order().epochs_done();
-        let (metrics, warnings) = split.agree(self.records.step(step, epoch, metrics, reward, timer))?;
+        let (metrics, problems) = split.agree(self.records.step(step, epoch, metrics, reward, timer))?;
         let mut ends = self.observer.step(step, &metrics).is_break();
-        warnings.iter().for_each(|warning| self.observer.problem(warning));
+        problems.into_iter().for_each(|problem| self.observer.event(step, &Event::Problem(problem)));
         if self.run.stop_on_collapse && step < self.length.total {
             // Only the first rank watches the metrics; all of them end alike.
             summary.collapsed = split.by_first(|| Ok(self.records.collapse()))?;
@@ -382,6 +391,12 @@ impl Loop {
             self.place.epochs_seen = epoch;
         }
         done
+    }
+
+    /// Records and shows an event after the present step, and passes it to the observer.
+    fn event(&mut self, event: &Event) {
+        self.console.event(Some(self.place.step), event);
+        self.observer.event(self.place.step, event);
     }
 }
 

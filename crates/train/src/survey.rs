@@ -110,7 +110,6 @@ impl Surveyed {
 
 impl<'a> Survey<'a> {
     /// Creates a survey of these rewards.
-    #[must_use]
     pub fn new(rewards: &'a RewardSet) -> Self {
         let applies = rewards.names().into_iter().map(|name| (name.to_owned(), Some(0))).collect();
         Self { rewards, seen: Mutex::new(Surveyed { applies, ..Surveyed::default() }) }

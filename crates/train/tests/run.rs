@@ -3,10 +3,14 @@
 
 #[path = "run/algorithms.rs"]
 mod algorithms;
+#[path = "run/events.rs"]
+mod events;
 #[path = "run/exact.rs"]
 mod exact;
 #[path = "run/health.rs"]
 mod health;
+#[path = "run/healthy.rs"]
+mod healthy;
 #[path = "run/machine.rs"]
 mod machine;
 #[path = "run/ranks.rs"]
@@ -28,7 +32,7 @@ use omnigrpo_data::Order;
 use omnigrpo_grpo::Kl;
 use omnigrpo_guard::told;
 use omnigrpo_models::{GroupStream, Model, PackedStream, ReferencePlace, WeightDtype};
-use omnigrpo_observe::{Console, DebugLog, Event, Metric, PhaseTimer, Tracker, Trackers};
+use omnigrpo_observe::{Console, DebugLog, Metric, PhaseTimer, Tracked, Tracker, Trackers};
 use omnigrpo_rewards::{Reward, RewardError, RewardInput, RewardSet};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_testkit::golden;
@@ -184,14 +188,14 @@ fn a_run_leaves_metrics_rollouts_and_a_model() {
 }
 
 /// Keeps what it is told.
-struct Told(Arc<Mutex<Vec<Event>>>);
+struct Told(Arc<Mutex<Vec<Tracked>>>);
 
 impl Tracker for Told {
     fn name(&self) -> &'static str {
         "told"
     }
 
-    fn take(&mut self, event: &Event) -> Result<(), String> {
+    fn take(&mut self, event: &Tracked) -> Result<(), String> {
         self.0.lock().unwrap().push(event.clone());
         Ok(())
     }
@@ -253,11 +257,11 @@ fn numbers_of_tokens_are_written_and_trackers_told() {
     let windows: Vec<(u64, f64)> = told
         .iter()
         .filter_map(|event| match event {
-            Event::Metrics { step, metrics, .. } => {
+            Tracked::Metrics { step, metrics, .. } => {
                 let reward = metrics.iter().find(|(name, _)| name == "reward")?.1?;
                 Some((*step, reward))
             }
-            Event::Completions { .. } => None,
+            Tracked::Completions { .. } => None,
         })
         .collect();
     let rows = lines(&out.join("metrics.jsonl"));

@@ -17,11 +17,15 @@ pub(crate) const FILES: &[(&str, &str, &str)] = &[
     ("rows.js", JS, include_str!("page/rows.js")),
     ("shared.js", JS, include_str!("page/shared.js")),
     ("stats.js", JS, include_str!("page/stats.js")),
-    ("table.js", JS, include_str!("page/table.js")),
+    ("table.js", JS, concat!("export const CHARTS = ", include_str!("page/table.json"), ";\n")),
     ("uplot.css", CSS, include_str!("page/uplot.css")),
     ("uplot.js", JS, include_str!("page/uplot.js")),
     ("uplot.LICENSE", "text/plain; charset=utf-8", include_str!("page/uplot.LICENSE")),
 ];
+
+/// Charts of the page, as JSON. `band` names the metrics of the lower and upper edge of a line, and `spread` a distance to both sides.
+/// `{}` stands for any part of a name. A title with `{}` is a chart of its own for each such part.
+pub(crate) const CHARTS: &str = include_str!("page/table.json");
 
 /// HTML of the page.
 pub(crate) const PAGE: &str = include_str!("page/index.html");

@@ -5,12 +5,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use omnigrpo_observe::{
-    Latest, Metric, RunLock, Warning, best_and_worst, columns, escape, evaluation_line, fit, is_headline,
+    Latest, Metric, RunLock, best_and_worst, columns, escape, evaluation_line, fit, is_headline,
     latest_table, span, summary_line, wrap,
 };
 use serde_json::{Map, Value};
 
 use crate::Error;
+use crate::marks::Marks;
 use crate::rollouts::Records;
 use crate::run::Run;
 
@@ -149,7 +150,6 @@ impl Board {
     }
 
     /// Returns true if every run has ended.
-    #[must_use]
     pub fn is_over(&self) -> bool {
         self.runs.iter().all(|shown| shown.state != State::Running)
     }
@@ -321,12 +321,9 @@ impl Shown {
 
     /// Formats the begin and the end of each training problem.
     fn problems(&self) -> Result<String, Error> {
-        let rows = self.run.warnings()?;
-        let line = |row: &[u8]| {
-            let row: Warning = serde_json::from_slice(row).ok()?;
-            Some(format!("step {}: {}\n", row.step, escape(&row.text)))
-        };
-        Ok(rows.split(|&byte| byte == b'\n').filter_map(line).collect())
+        let marks = Marks::default().of(&self.run)?;
+        let each = marks.iter().filter_map(|mark| Some((mark.step, &mark.problem.as_ref()?.text)));
+        Ok(each.map(|(step, text)| format!("step {step}: {}\n", escape(text))).collect())
     }
 }
 

@@ -5,9 +5,7 @@
 //! catalogues of all runs together hold at most [`MAX_COMPLETIONS`].
 
 use std::borrow::Cow;
-use std::collections::{BTreeMap, HashMap, VecDeque};
-use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
 
 use omnigrpo_observe::FinishReason;
@@ -15,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::Error;
-use crate::index::{Lines, Stamp};
+use crate::index::{Followed, Lines, Recent, Stamp};
 use crate::rollouts::{category, category_column, has_answer};
 use crate::run::{MAX_STEPS, Run};
 
@@ -40,35 +38,8 @@ const MAX_BINS: usize = 100;
 /// Number of step ranges of a distribution.
 const MAX_RANGES: usize = 200;
 
-/// Catalogues of the runs that were asked about most recently.
-#[derive(Debug, Default)]
-pub(crate) struct Catalogues(Mutex<VecDeque<(PathBuf, Arc<Mutex<Catalogue>>)>>);
-
-impl Catalogues {
-    /// Calls `then` with the catalogue of a run, after reading new files for a limited time.
-    pub(crate) fn with<T>(
-        &self,
-        run: &Run,
-        then: impl FnOnce(&Catalogue) -> Result<T, Error>,
-    ) -> Result<T, Error> {
-        let own = {
-            let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            let at = all.iter().position(|(dir, _)| *dir == run.dir);
-            let own = at.and_then(|at| all.remove(at)).unwrap_or_else(|| (run.dir.clone(), Arc::default()));
-            all.push_back(own.clone());
-            // A catalogue in use by another request counts as empty here. It is counted at the next request.
-            let size = |own: &Arc<Mutex<Catalogue>>| own.try_lock().map_or(0, |own| own.completions.len());
-            let mut total: usize = all.iter().map(|(_, own)| size(own)).sum();
-            while total > MAX_COMPLETIONS && all.len() > 1 {
-                total -= all.pop_front().map_or(0, |(_, own)| size(&own));
-            }
-            own.1
-        };
-        let mut catalogue = own.lock().unwrap_or_else(PoisonError::into_inner);
-        catalogue.read(run, READ_TIME)?;
-        then(&catalogue)
-    }
-}
+/// Catalogues of all runs.
+pub(crate) type Catalogues = Recent<Catalogue>;
 
 /// Numbers of a completion. A reward that does not apply is NaN.
 #[derive(Clone, Copy, Debug)]
@@ -237,9 +208,21 @@ struct Columns {
     unparsed: Vec<usize>,
 }
 
+impl Followed for Catalogue {
+    const MOST: usize = MAX_COMPLETIONS;
+
+    fn size(&self) -> usize {
+        self.completions.len()
+    }
+
+    fn read(&mut self, run: &Run) -> Result<(), Error> {
+        self.read_for(READ_TIME, run)
+    }
+}
+
 impl Catalogue {
-    /// Reads files that are new or have changed, for at most `time`. At least one file is read.
-    fn read(&mut self, run: &Run, time: Duration) -> Result<(), Error> {
+    /// Reads files that are new or have changed, for a limited time. At least one file is read.
+    fn read_for(&mut self, time: Duration, run: &Run) -> Result<(), Error> {
         let started = Instant::now();
         let directory = run.dir.join("rollouts");
         let stamp = |path: &std::path::Path| std::fs::metadata(path).ok().map(|meta| Stamp::of(&meta));
@@ -646,9 +629,9 @@ mod tests {
     fn a_catalogue_grows_over_short_requests() {
         let (_directory, run) = run(TWO);
         let mut own = Catalogue::default();
-        own.read(&run, Duration::ZERO).unwrap();
+        own.read_for(Duration::ZERO, &run).unwrap();
         assert_eq!((own.files.len(), &own.about()["done"]), (1, &json!(false)));
-        own.read(&run, Duration::ZERO).unwrap();
+        own.read_for(Duration::ZERO, &run).unwrap();
         assert_eq!((own.completions.len(), &own.about()["done"]), (6, &json!(true)));
     }
 

@@ -5,18 +5,15 @@
 //! precision, because they are only drawn.
 
 use std::borrow::Cow;
-use std::collections::VecDeque;
 use std::fmt;
-use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
-use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::{Map, Value, json};
 
 use crate::Error;
-use crate::index::{Lines, Stamp};
+use crate::index::{Followed, Lines, Recent, Stamp};
 use crate::run::Run;
 
 /// Largest number of rows in a response that has every row.
@@ -25,8 +22,6 @@ const MOST_ROWS: usize = 2000;
 const BUCKETS: usize = 400;
 /// Time for which a request reads new rows.
 const READ_TIME: Duration = Duration::from_millis(300);
-/// Largest size of the columns of all runs, in bytes.
-const MAX_BYTES: usize = 512 << 20;
 /// Longest name of a column, in bytes. Columns with longer names are ignored.
 const MAX_NAME_BYTES: usize = 256;
 /// Largest sizes of a table.
@@ -40,9 +35,8 @@ struct Limits {
     cells: usize,
 }
 
-/// Columns of the runs that were asked about most recently.
-#[derive(Debug, Default)]
-pub(crate) struct AllCurves(Mutex<VecDeque<(PathBuf, Arc<Mutex<Curves>>)>>);
+/// Columns of all runs.
+pub(crate) type AllCurves = Recent<Curves>;
 
 /// Request for the metrics of a run.
 #[derive(Debug, Default, Deserialize)]
@@ -58,24 +52,10 @@ pub(crate) struct Asked {
     buckets: Option<usize>,
 }
 
-impl AllCurves {
+impl Recent<Curves> {
     /// Returns the metrics of a run, after reading new rows for a limited time.
     pub(crate) fn of(&self, run: &Run, asked: &Asked) -> Result<Value, Error> {
-        let own = {
-            let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            let at = all.iter().position(|(dir, _)| *dir == run.dir);
-            let own = at.and_then(|at| all.remove(at)).unwrap_or_else(|| (run.dir.clone(), Arc::default()));
-            all.push_back(own.clone());
-            let size = |own: &Arc<Mutex<Curves>>| own.try_lock().map_or(0, |own| own.bytes());
-            let mut total: usize = all.iter().map(|(_, own)| size(own)).sum();
-            while total > MAX_BYTES && all.len() > 1 {
-                total -= all.pop_front().map_or(0, |(_, own)| size(&own));
-            }
-            own.1
-        };
-        let mut curves = own.lock().unwrap_or_else(PoisonError::into_inner);
-        curves.read(run, READ_TIME)?;
-        Ok(curves.answer(asked))
+        self.with(run, |curves| Ok(curves.answer(asked)))
     }
 }
 
@@ -121,13 +101,16 @@ impl Default for Table {
     }
 }
 
-impl Curves {
-    fn bytes(&self) -> usize {
+impl Followed for Curves {
+    const MOST: usize = 512 << 20;
+
+    /// Returns the size of the columns, in bytes.
+    fn size(&self) -> usize {
         let of = |table: &Table| table.steps.len() * (16 + 4 * table.columns.len());
         of(&self.steps) + of(&self.evaluations)
     }
 
-    fn read(&mut self, run: &Run, time: Duration) -> Result<(), Error> {
+    fn read(&mut self, run: &Run) -> Result<(), Error> {
         let started = Instant::now();
         let path = run.dir.join("metrics.jsonl");
         if !path.exists() {
@@ -147,14 +130,16 @@ impl Curves {
             self.add(line);
             self.next = offset + line.len() as u64 + 1;
             count += 1;
-            if count.is_multiple_of(64) && started.elapsed() > time {
+            if count.is_multiple_of(64) && started.elapsed() > READ_TIME {
                 return Ok(());
             }
         }
         self.is_done = true;
         Ok(())
     }
+}
 
+impl Curves {
     /// Adds a row. A line that is not a row with a step is skipped.
     fn add(&mut self, line: &[u8]) {
         let Ok(Row(values)) = serde_json::from_slice::<Row>(line) else { return };
@@ -355,7 +340,13 @@ impl<'de> Deserialize<'de> for Row<'de> {
             fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<Row<'de>, M::Error> {
                 let mut values = Vec::with_capacity(64);
                 while let Some(Name(name)) = map.next_key()? {
-                    values.push((name, map.next_value::<Number>()?.0));
+                    values.push((
+                        name,
+                        match map.next_value()? {
+                            Number::Known(value) => Some(value),
+                            Number::Other(_) => None,
+                        },
+                    ));
                 }
                 Ok(Row(values))
             }
@@ -369,45 +360,12 @@ impl<'de> Deserialize<'de> for Row<'de> {
 #[serde(transparent)]
 struct Name<'a>(#[serde(borrow)] Cow<'a, str>);
 
-struct Number(Option<f64>);
-
-impl<'de> Deserialize<'de> for Number {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        struct Any;
-        impl<'de> Visitor<'de> for Any {
-            type Value = Number;
-            fn expecting(&self, out: &mut fmt::Formatter) -> fmt::Result {
-                out.write_str("a value")
-            }
-            fn visit_f64<E>(self, value: f64) -> Result<Number, E> {
-                Ok(Number(Some(value)))
-            }
-            fn visit_u64<E>(self, value: u64) -> Result<Number, E> {
-                Ok(Number(Some(value as f64)))
-            }
-            fn visit_i64<E>(self, value: i64) -> Result<Number, E> {
-                Ok(Number(Some(value as f64)))
-            }
-            fn visit_unit<E>(self) -> Result<Number, E> {
-                Ok(Number(None))
-            }
-            fn visit_bool<E>(self, _: bool) -> Result<Number, E> {
-                Ok(Number(None))
-            }
-            fn visit_str<E>(self, _: &str) -> Result<Number, E> {
-                Ok(Number(None))
-            }
-            fn visit_seq<S: SeqAccess<'de>>(self, mut all: S) -> Result<Number, S::Error> {
-                while all.next_element::<IgnoredAny>()?.is_some() {}
-                Ok(Number(None))
-            }
-            fn visit_map<M: MapAccess<'de>>(self, mut all: M) -> Result<Number, M::Error> {
-                while all.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
-                Ok(Number(None))
-            }
-        }
-        from.deserialize_any(Any)
-    }
+/// A number, or anything else, which counts as missing.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Number {
+    Known(f64),
+    Other(IgnoredAny),
 }
 
 #[cfg(test)]

@@ -45,6 +45,49 @@ impl Stamp {
     }
 }
 
+/// Knowledge about a run that grows with its files.
+pub(crate) trait Followed: Default {
+    /// Largest total size for all runs.
+    const MOST: usize;
+
+    fn size(&self) -> usize;
+
+    /// Reads what is new, for a limited time.
+    fn read(&mut self, run: &Run) -> Result<(), Error>;
+}
+
+/// Knowledge about the runs that were asked about most recently.
+#[derive(Debug)]
+pub(crate) struct Recent<T>(Mutex<VecDeque<(PathBuf, Arc<Mutex<T>>)>>);
+
+impl<T> Default for Recent<T> {
+    fn default() -> Self {
+        Self(Mutex::new(VecDeque::new()))
+    }
+}
+
+impl<T: Followed> Recent<T> {
+    /// Calls `then` with the knowledge about a run, after reading what is new.
+    pub(crate) fn with<R>(&self, run: &Run, then: impl FnOnce(&T) -> Result<R, Error>) -> Result<R, Error> {
+        let own = {
+            let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let at = all.iter().position(|(dir, _)| *dir == run.dir);
+            let own = at.and_then(|at| all.remove(at)).unwrap_or_else(|| (run.dir.clone(), Arc::default()));
+            all.push_back(own.clone());
+            // One in use by another request counts as empty here. It is counted at the next request.
+            let size = |own: &Arc<Mutex<T>>| own.try_lock().map_or(0, |own| own.size());
+            let mut total: usize = all.iter().map(|(_, own)| size(own)).sum();
+            while total > T::MOST && all.len() > 1 {
+                total -= all.pop_front().map_or(0, |(_, own)| size(&own));
+            }
+            own.1
+        };
+        let mut own = own.lock().unwrap_or_else(PoisonError::into_inner);
+        own.read(run)?;
+        then(&own)
+    }
+}
+
 /// Index of a file's lines.
 pub(crate) type Index<T> = Arc<Vec<Entry<T>>>;
 
@@ -103,8 +146,7 @@ pub(crate) fn line_at<T>(run: &Run, path: &Path, entry: &Entry<T>) -> Result<Vec
     Ok(line)
 }
 
-/// Reader of the complete lines of a file, one at a time in a single buffer. A line without a newline is still being written and
-/// is
+/// Reader of the complete lines of a file, one at a time in a single buffer. A line without a newline is still being written and is
 /// not returned.
 pub(crate) struct Lines {
     reader: BufReader<File>,

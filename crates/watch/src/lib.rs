@@ -6,11 +6,11 @@
 //!
 //! ```text
 //! metrics.jsonl ──► /api/curves   (columns, thinned) ─────────┐
-//! log.txt ──► /api/marks          (checkpoints, resumptions) ──┤
+//! events.jsonl ──► /api/marks     (checkpoints, problems) ────┤
 //! rollouts/, tokens/ ──► /api/steps, groups, group, tokens ──┼──► the page (src/page): charts, viewer, evaluations, settings
 //! rollouts/ ──► catalogue ──► /api/catalogue, spread, joint ──┤
 //! eval/ ──► /api/evaluations, compare ───────────────────────┤
-//! config.yaml, warnings.jsonl ──► /api/runs, warnings ────────┘
+//! config.yaml ──► /api/runs ──────────────────────────────────┘
 //! growth of metrics.jsonl ──► /api/events (server-sent): the page fetches what is new
 //! ```
 //!

@@ -74,8 +74,7 @@ pub(crate) fn first_picture(paths: &[String]) -> Option<usize> {
 /// Opens the media file at index `at` of a record's list.
 ///
 /// # Errors
-/// Returns an error if the index is not in the list, if the path does not exist or leads to a different file, or if the file is
-/// not
+/// Returns an error if the index is not in the list, if the path does not exist or leads to a different file, or if the file is not
 /// a supported media file.
 pub(crate) fn open(paths: &[String], at: usize, orientation: Orientation) -> Result<Medium, Error> {
     let path = Path::new(paths.get(at).ok_or_else(|| Error::missing("this media file does not exist"))?);

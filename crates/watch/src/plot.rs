@@ -1,20 +1,18 @@
-//! Charts of a run as SVG, without a browser: the charts of the page as they are at first.
-//!
-//! `page/table.js` lists the charts for both. `page/export.js` draws what a reader has chosen on the page, and the same picture as
-//! this module as long as nothing is chosen; `tools/watch/check.mjs` compares the two.
+//! Charts of a run as SVG, without a browser: the lines of each chart of the page. Ranges, areas and other choices are only on the
+//! page, which saves them as pictures too. `page/table.json` lists the charts for both.
 
 use std::sync::LazyLock;
 
 use serde::Deserialize;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use crate::assets;
 
 const WIDTH: f64 = 640.0;
 const HEIGHT: f64 = 400.0;
 const LEFT: f64 = 64.0;
-const RIGHT: f64 = 12.0;
-const BOTTOM: f64 = 34.0;
+const RIGHT: f64 = 628.0;
+const BOTTOM: f64 = 366.0;
 /// Height of a row of the legend.
 const ROW: f64 = 18.0;
 /// Largest number of characters of an entry of the legend.
@@ -23,8 +21,9 @@ const LONGEST_LABEL: usize = 60;
 const LONGEST_NAME: usize = 100;
 /// Smoothing with which the page begins.
 const SMOOTHING: f64 = 0.6;
-/// Number of colours of the parts of a chart.
-const COLOURS: usize = 9;
+/// Colours of lines, as on the page with a light background.
+const COLOURS: [&str; 9] =
+    ["#2f6fde", "#c2620f", "#24824b", "#b245b8", "#d24b4b", "#0b8494", "#8a6d1f", "#6b5bd6", "#6f7b88"];
 
 /// Row of the table of charts. `{}` stands for any part of a name.
 #[derive(Debug, Deserialize)]
@@ -32,30 +31,13 @@ struct Chart {
     title: String,
     /// Metrics with their labels.
     lines: Vec<(String, String)>,
-    /// Metrics of the lower and the upper edge.
-    band: Option<(String, String)>,
-    /// Metric that is a distance to both sides.
-    spread: Option<String>,
-    #[serde(default)]
-    stacked: bool,
-    /// True if the y axis includes 0.
-    #[serde(default)]
-    zero: bool,
     #[serde(default)]
     evals: bool,
 }
 
-static CHARTS: LazyLock<Vec<Chart>> = LazyLock::new(|| {
-    // A test reads the table.
-    serde_json::from_str(table()).unwrap_or_default()
-});
-
-/// Returns the table of charts as JSON.
-fn table() -> &'static str {
-    let text = assets::content("table.js");
-    let list = text.split_once("CHARTS = ").map_or("", |(_, list)| list);
-    list.trim_end().trim_end_matches(';')
-}
+// A test reads the table.
+static CHARTS: LazyLock<Vec<Chart>> =
+    LazyLock::new(|| serde_json::from_str(assets::CHARTS).unwrap_or_default());
 
 /// A chart with its numbers.
 #[derive(Debug)]
@@ -63,39 +45,53 @@ pub(crate) struct Plot {
     pub(crate) title: String,
     x: Vec<f64>,
     lines: Vec<Line>,
-    areas: Vec<Area>,
-    /// True if the y axis includes 0.
-    zero: bool,
-    /// True if each point is marked.
-    dots: bool,
 }
 
 #[derive(Debug)]
 struct Line {
-    /// Index of the colour.
-    colour: usize,
-    /// `None` for the plain values behind a smoothed line.
-    label: Option<String>,
+    label: String,
     values: Vec<f64>,
-}
-
-#[derive(Debug)]
-struct Area {
-    colour: usize,
-    opacity: f64,
-    low: Vec<f64>,
-    high: Vec<f64>,
+    smooth: Vec<f64>,
 }
 
 /// Returns the charts for which a run has numbers. `curves` is the answer to the page's request for the metrics of the run.
 pub(crate) fn plots(curves: &Value) -> Vec<Plot> {
-    CHARTS
-        .iter()
-        .flat_map(|chart| {
-            let columns = Columns::of(&curves[if chart.evals { "evaluations" } else { "steps" }]);
-            chart.found(&columns.names()).into_iter().filter_map(move |found| found.plot(&columns))
-        })
-        .collect()
+    let of = |chart: &Chart| {
+        let answer = &curves[if chart.evals { "evaluations" } else { "steps" }];
+        let x = numbers(&answer["x"]);
+        let weight = if chart.evals { 0.0 } else { SMOOTHING };
+        let all = answer["columns"].as_object().into_iter().flatten();
+        let mut found: Vec<Plot> = Vec::new();
+        for (pattern, label) in &chart.lines {
+            for (name, column) in all.clone() {
+                let Some(part) = filled(pattern, name) else { continue };
+                let (values, smooth) = values(column, answer["width"].as_f64(), weight);
+                if smooth.iter().all(|value| !value.is_finite()) {
+                    continue;
+                }
+                let line = Line { label: label.replacen("{}", part, 1), values, smooth };
+                let title = chart.title.replacen("{}", part, 1);
+                match found.iter_mut().find(|plot| plot.title == title) {
+                    Some(plot) => plot.lines.push(line),
+                    None => found.push(Plot { title, x: x.clone(), lines: vec![line] }),
+                }
+            }
+        }
+        found
+    };
+    CHARTS.iter().flat_map(of).collect()
+}
+
+/// Returns the plain and the smoothed values of a column: of every row, or both ends and the mean of each bucket of `width` steps.
+fn values(column: &Value, width: Option<f64>, weight: f64) -> (Vec<f64>, Vec<f64>) {
+    match width {
+        None => (numbers(column), smoothed(&numbers(column), weight)),
+        // A bucket stands for many steps, so its weight is that of all of them.
+        Some(width) => {
+            let means = smoothed(&numbers(&column["means"]), weight.powf(width));
+            (numbers(&column["ends"]), means.into_iter().flat_map(|mean| [mean; 2]).collect())
+        }
+    }
 }
 
 /// Arranges plots in two columns as one picture; `None` without plots.
@@ -114,127 +110,17 @@ pub(crate) fn grid(plots: &[&Plot]) -> Option<String> {
     })
 }
 
-/// Columns of a run: every row, or both ends and the mean of each bucket of rows.
-struct Columns<'a> {
-    x: Vec<f64>,
-    /// Number of steps in a bucket; `None` for rows.
-    width: Option<f64>,
-    columns: Option<&'a Map<String, Value>>,
-}
-
-impl<'a> Columns<'a> {
-    fn of(answer: &'a Value) -> Self {
-        Self {
-            x: numbers(&answer["x"]),
-            width: answer["width"].as_f64(),
-            columns: answer["columns"].as_object(),
-        }
-    }
-
-    /// Returns the names of the metrics that have a number.
-    fn names(&self) -> Vec<&'a str> {
-        let means = |column: &'a Value| if self.width.is_some() { &column["means"] } else { column };
-        let has_any = |column: &'a Value| numbers(means(column)).iter().any(|value| value.is_finite());
-        let all = self.columns.into_iter().flatten();
-        all.filter(|(_, column)| has_any(column)).map(|(name, _)| name.as_str()).collect()
-    }
-
-    /// Returns the plain values and the smoothed values of a metric; `None` if the run does not have it.
-    fn of_metric(&self, name: &str, weight: f64) -> Option<(Vec<f64>, Vec<f64>)> {
-        let column = self.columns?.get(name)?;
-        let Some(width) = self.width else {
-            let values = numbers(column);
-            let smooth = smoothed(&values, weight);
-            return Some((values, smooth));
-        };
-        // A bucket stands for many steps, so its weight is that of all of them.
-        let means = smoothed(&numbers(&column["means"]), weight.powf(width));
-        Some((numbers(&column["ends"]), means.into_iter().flat_map(|mean| [mean; 2]).collect()))
-    }
-}
-
-impl Chart {
-    /// Returns the charts of this row for the metrics that a run has.
-    fn found(&self, names: &[&str]) -> Vec<Self> {
-        let mut found = Vec::new();
-        for (pattern, label) in &self.lines {
-            for name in names {
-                let Some(part) = filled(pattern, name) else { continue };
-                found.push((part, ((*name).to_owned(), label.replacen("{}", part, 1))));
-            }
-        }
-        let with = |part: &str, lines: Vec<(String, String)>| Self {
-            title: self.title.replacen("{}", part, 1),
-            lines,
-            band: self.band.clone(),
-            spread: self.spread.as_ref().map(|name| name.replacen("{}", part, 1)),
-            ..*self
-        };
-        match self.title.contains("{}") {
-            true => found.into_iter().map(|(part, line)| with(part, vec![line])).collect(),
-            false if found.is_empty() => Vec::new(),
-            false => vec![with("", found.into_iter().map(|(_, line)| line).collect())],
-        }
-    }
-
-    fn plot(&self, columns: &Columns<'_>) -> Option<Plot> {
-        let (mut lines, mut areas) = (Vec::new(), Vec::new());
-        if self.stacked {
-            let mut low = vec![0.0; columns.x.len()];
-            for (at, (name, label)) in self.lines.iter().enumerate() {
-                let (_, values) = columns.of_metric(name, SMOOTHING)?;
-                let of = |(low, own): (&f64, &f64)| low + if own.is_finite() { *own } else { 0.0 };
-                let high: Vec<f64> = low.iter().zip(&values).map(of).collect();
-                lines.push(Line { colour: at, label: Some(label.clone()), values: high.clone() });
-                areas.push(Area { colour: at, opacity: 0.4, low, high: high.clone() });
-                low = high;
-            }
-        } else {
-            let weight = if self.evals { 0.0 } else { SMOOTHING };
-            for (at, (name, label)) in self.lines.iter().enumerate() {
-                let (plain, values) = columns.of_metric(name, weight)?;
-                if at == 0 {
-                    areas.extend(self.area(columns, &values, weight));
-                }
-                if weight > 0.0 {
-                    lines.push(Line { colour: at, label: None, values: plain });
-                }
-                lines.push(Line { colour: at, label: Some(label.clone()), values });
-            }
-        }
-        let zero = self.zero || self.stacked;
-        Some(Plot { title: self.title.clone(), x: columns.x.clone(), lines, areas, zero, dots: self.evals })
-    }
-
-    /// Returns the area between the edges of the first line, if it has edges.
-    fn area(&self, columns: &Columns<'_>, values: &[f64], weight: f64) -> Option<Area> {
-        let smooth = |name: &str| Some(columns.of_metric(name, weight)?.1);
-        let (low, high) = match (&self.band, &self.spread) {
-            (Some((low, high)), _) => (smooth(low)?, smooth(high)?),
-            (None, Some(name)) => {
-                let distance = smooth(name)?;
-                let side =
-                    |sign: f64| values.iter().zip(&distance).map(|(own, by)| own + sign * by).collect();
-                (side(-1.0), side(1.0))
-            }
-            (None, None) => return None,
-        };
-        Some(Area { colour: 0, opacity: 0.15, low, high })
-    }
-}
-
 impl Plot {
     /// Returns the title as the name of a file, without its ending.
     pub(crate) fn file_name(&self) -> String {
-        let is_kept = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '-');
-        let (mut name, mut in_gap) = (String::new(), false);
+        let is_kept = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '-');
+        let mut name = String::new();
         for c in self.title.chars() {
-            match is_kept(&c) {
+            match is_kept(c) {
                 true => name.push(c.to_ascii_lowercase()),
-                false if in_gap => {}
+                false if name.ends_with('-') => {}
                 false => name.push('-'),
             }
-            in_gap = !is_kept(&c);
         }
         name.chars().take(LONGEST_NAME).collect()
     }
@@ -246,108 +132,65 @@ impl Plot {
 
     /// Returns the smallest and the largest y, with some room.
     fn y_range(&self) -> (f64, f64) {
-        let of_lines = self.lines.iter().flat_map(|line| &line.values);
-        let of_areas = self.areas.iter().flat_map(|area| area.low.iter().chain(&area.high));
-        let all = of_lines.chain(of_areas).copied().filter(|value| value.is_finite());
-        let Some((low, high)) = all.fold(None, |range: Option<(f64, f64)>, own| {
-            Some(range.map_or((own, own), |(low, high)| (low.min(own), high.max(own))))
-        }) else {
-            return (0.0, 1.0);
-        };
-        let (mut from, mut to) = (if self.zero { low.min(0.0) } else { low }, high);
+        let all = self.lines.iter().flat_map(|line| &line.values).copied().filter(|value| value.is_finite());
+        let (mut from, mut to) =
+            (all.clone().fold(f64::INFINITY, f64::min), all.fold(f64::NEG_INFINITY, f64::max));
         // Means of equal numbers differ by rounding, and an axis cannot have ticks for such a small range.
         if to - from <= 1e-6 * from.abs().max(to.abs()) {
             let by = if from == 0.0 { 0.1 } else { from.abs() * 0.1 };
-            from -= if self.zero { 0.0 } else { by };
-            to += by;
+            (from, to) = (from - by, to + by);
         }
         let space = (to - from) * 0.05;
-        (if self.zero && from == 0.0 { 0.0 } else { from - space }, to + space)
+        (from - space, to + space)
     }
 
     /// Draws the plot.
     pub(crate) fn svg(&self) -> String {
-        let colours = Colours::of_page();
-        let named: Vec<(&Line, &str)> =
-            self.lines.iter().filter_map(|line| Some((line, line.label.as_deref()?))).collect();
-        let entries = legend(named.iter().map(|(_, label)| *label));
+        let entries = legend(self.lines.iter().map(|line| line.label.as_str()));
         let top = entries.last().map_or(ROW, |(_, middle, _)| middle + ROW);
         let x_range = (self.x.first().copied().unwrap_or(0.0), self.x.last().copied().unwrap_or(0.0));
         let y_range = self.y_range();
-        let px = |value: f64| place(value, x_range, LEFT, WIDTH - RIGHT);
-        let py = |value: f64| place(value, y_range, HEIGHT - BOTTOM, top);
-        let points = |values: &[f64]| -> Vec<String> {
+        let px = |value: f64| place(value, x_range, LEFT, RIGHT);
+        let py = |value: f64| place(value, y_range, BOTTOM, top);
+        let path = |values: &[f64]| -> String {
             let known = self.x.iter().zip(values).filter(|(_, value)| value.is_finite());
-            known.map(|(x, value)| format!("{} {}", px(*x), py(*value))).collect()
+            let points: Vec<String> = known.map(|(x, value)| format!("{} {}", px(*x), py(*value))).collect();
+            if points.is_empty() { String::new() } else { format!("M{}", points.join("L")) }
         };
-        let [ink, grid, paper] = ["ink", "line", "card"].map(|name| colours.named(name));
-        let (id, right, bottom) = (self.file_name(), WIDTH - RIGHT, HEIGHT - BOTTOM);
         let mut out = format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{HEIGHT}\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" \
-             font-family=\"system-ui, sans-serif\" font-size=\"12\" fill=\"{ink}\">\
-             <rect width=\"{WIDTH}\" height=\"{HEIGHT}\" fill=\"{paper}\"/>\
-             <text x=\"{LEFT}\" y=\"20\" font-size=\"15\" font-weight=\"600\">{}</text>\
-             <clipPath id=\"{id}\"><rect x=\"{LEFT}\" y=\"{top}\" width=\"{}\" height=\"{}\"/></clipPath>",
+             font-family=\"system-ui, sans-serif\" font-size=\"12\" fill=\"#1c2026\">\
+             <rect width=\"{WIDTH}\" height=\"{HEIGHT}\" fill=\"#ffffff\"/>\
+             <text x=\"{LEFT}\" y=\"20\" font-size=\"15\" font-weight=\"600\">{}</text>",
             escaped(&self.title),
-            right - LEFT,
-            bottom - top,
         );
         for tick in ticks(y_range, 5.0) {
-            let y = py(tick);
+            let (y, x, text) = (py(tick), LEFT - 6.0, number(tick));
             out += &format!(
-                "<path d=\"M{LEFT} {y}H{right}\" stroke=\"{grid}\"/>\
-                 <text x=\"{}\" y=\"{y}\" dy=\"4\" text-anchor=\"end\">{}</text>",
-                LEFT - 6.0,
-                number(tick),
+                "<path d=\"M{LEFT} {y}H{RIGHT}\" stroke=\"#e1e4ea\"/><text x=\"{x}\" y=\"{y}\" dy=\"4\" text-anchor=\"end\">{text}</text>"
             );
         }
         for tick in ticks(x_range, 7.0) {
-            let x = px(tick);
+            let (x, y) = (px(tick), BOTTOM + 18.0);
             out += &format!(
-                "<path d=\"M{x} {bottom}v4\" stroke=\"{ink}\"/>\
-                 <text x=\"{x}\" y=\"{}\" text-anchor=\"middle\">{tick}</text>",
-                bottom + 18.0,
+                "<path d=\"M{x} {BOTTOM}v4\" stroke=\"#1c2026\"/><text x=\"{x}\" y=\"{y}\" text-anchor=\"middle\">{tick}</text>"
             );
         }
-        out += &format!(
-            "<g clip-path=\"url(#{id})\" fill=\"none\" stroke-width=\"1.75\" stroke-linejoin=\"round\">"
-        );
-        out += &self.curves(&colours, &points);
+        out += "<g fill=\"none\" stroke-width=\"1.75\" stroke-linejoin=\"round\" stroke-linecap=\"round\">";
+        for (line, colour) in self.lines.iter().zip(COLOURS.iter().cycle()) {
+            let (plain, smooth) = (path(&line.values), path(&line.smooth));
+            out += &format!(
+                "<path d=\"{plain}\" stroke=\"{colour}\" stroke-opacity=\"0.33\"/><path d=\"{smooth}\" stroke=\"{colour}\"/>"
+            );
+        }
         out += "</g>";
-        for ((line, _), (x, y, label)) in named.iter().zip(&entries) {
-            let colour = colours.of(line.colour);
+        for ((x, y, label), colour) in entries.iter().zip(COLOURS.iter().cycle()) {
+            let (at, label) = (x + 20.0, escaped(label));
             out += &format!(
-                "<path d=\"M{x} {y}h16\" stroke=\"{colour}\" stroke-width=\"3\"/>\
-                 <text x=\"{}\" y=\"{y}\" dy=\"4\">{}</text>",
-                x + 20.0,
-                escaped(label),
+                "<path d=\"M{x} {y}h16\" stroke=\"{colour}\" stroke-width=\"3\"/><text x=\"{at}\" y=\"{y}\" dy=\"4\">{label}</text>"
             );
         }
-        out += "</svg>\n";
-        out
-    }
-
-    /// Draws the areas and the lines. `points` returns the places of values.
-    fn curves(&self, colours: &Colours, points: &dyn Fn(&[f64]) -> Vec<String>) -> String {
-        let mut out = String::new();
-        for area in &self.areas {
-            let outline: Vec<String> =
-                points(&area.high).into_iter().chain(points(&area.low).into_iter().rev()).collect();
-            if !outline.is_empty() {
-                let (colour, opacity) = (colours.of(area.colour), area.opacity);
-                let path = path(&outline);
-                out += &format!("<path d=\"{path}Z\" fill=\"{colour}\" fill-opacity=\"{opacity}\"/>");
-            }
-        }
-        for line in &self.lines {
-            let (all, colour) = (points(&line.values), colours.of(line.colour));
-            let faint = if line.label.is_none() { " stroke-opacity=\"0.33\" stroke-width=\"1\"" } else { "" };
-            out += &format!("<path d=\"{}\" stroke=\"{colour}\"{faint}/>", path(&all));
-            for (x, y) in all.iter().filter(|_| self.dots).filter_map(|point| point.split_once(' ')) {
-                out += &format!("<circle cx=\"{x}\" cy=\"{y}\" r=\"2.5\" fill=\"{colour}\"/>");
-            }
-        }
-        out
+        out + "</svg>\n"
     }
 }
 
@@ -384,7 +227,7 @@ fn legend<'a>(labels: impl Iterator<Item = &'a str>) -> Vec<(f64, f64, String)> 
     let of = |label: &str| {
         let label: String = label.chars().take(LONGEST_LABEL).collect();
         let width = 34.0 + 7.0 * label.chars().count() as f64;
-        if x > LEFT && x + width > WIDTH - RIGHT {
+        if x > LEFT && x + width > RIGHT {
             (x, row) = (LEFT, row + 1.0);
         }
         x += width;
@@ -414,14 +257,6 @@ fn ticks((low, high): (f64, f64), count: f64) -> Vec<f64> {
     all.filter_map(|own| format!("{own:.11e}").parse().ok()).collect()
 }
 
-fn path(points: &[String]) -> String {
-    points
-        .iter()
-        .enumerate()
-        .map(|(at, point)| format!("{}{point}", if at == 0 { 'M' } else { 'L' }))
-        .collect()
-}
-
 /// Formats a number like the page.
 fn number(value: f64) -> String {
     let size = value.abs();
@@ -444,29 +279,9 @@ fn escaped(text: &str) -> String {
     text.chars().map(of).collect()
 }
 
-/// Colours of the page on a light background.
-struct Colours(&'static str);
-
-impl Colours {
-    fn of_page() -> Self {
-        let text = assets::content("colours.css");
-        Self(text.split_once('}').map_or(text, |(light, _)| light))
-    }
-
-    fn named(&self, name: &str) -> &'static str {
-        let start = format!("--{name}: ");
-        let value = self.0.split_once(start.as_str()).map_or("", |(_, rest)| rest);
-        value.split_once(';').map_or(value, |(value, _)| value)
-    }
-
-    fn of(&self, at: usize) -> &'static str {
-        self.named(&format!("run-{}", at % COLOURS))
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use serde_json::{Map, json};
 
     use super::*;
 
@@ -479,7 +294,7 @@ mod tests {
 
     #[test]
     fn the_documentation_lists_every_chart() {
-        let table: Vec<Map<String, Value>> = serde_json::from_str(table()).unwrap();
+        let table: Vec<Map<String, Value>> = serde_json::from_str(assets::CHARTS).unwrap();
         assert_eq!(table.len(), CHARTS.len(), "the table of charts cannot be read");
         let known = ["title", "lines", "band", "spread", "stacked", "zero", "evals", "help"];
         let text =
@@ -502,24 +317,18 @@ mod tests {
         let titles: Vec<&str> = plots.iter().map(|plot| plot.title.as_str()).collect();
         assert_eq!(titles, ["Reward: a", "Reward: b", "Loss", "Step time by phase"]);
         // 0.6 * 0.4 * 0 + 0.4 * 1 = 0.4, divided by 1 - 0.6² = 0.64.
-        assert_eq!(plots[0].lines[1].values, [0.0, 0.625]);
-        assert_eq!((&plots[0].areas[0].low[0], &plots[0].areas[0].high[0]), (&-0.5, &0.5));
-        assert!(plots[1].areas.is_empty());
-        let stack = &plots[3];
-        assert_eq!(stack.areas.len(), 2);
-        // The rollout has 1 and (0.24 * 1 + 0.4 * 3) / 0.64 = 2.25, and the loss lies on top of it.
         assert_eq!(
-            (stack.areas[1].low.as_slice(), &stack.areas[1].high),
-            (&[1.0, 2.25][..], &vec![2.0, 3.25])
+            (&plots[0].lines[0].smooth[..], &plots[0].lines[0].values[..]),
+            (&[0.0, 0.625][..], &[0.0, 1.0][..])
         );
-        assert_eq!(stack.y_range(), (0.0, 3.25 * 1.05));
+        let labels: Vec<&str> = plots[3].lines.iter().map(|line| line.label.as_str()).collect();
+        assert_eq!((labels, plots[3].y_range()), (vec!["rollout", "loss"], (0.9, 3.1)));
     }
 
     #[test]
     fn a_bucket_is_drawn_by_its_ends() {
         let column = json!({ "ends": [1, 5, 2, 0], "means": [3, 1] });
-        let answer = json!({ "x": [0, 1, 2, 3], "width": 2.0, "columns": { "kl": column } });
-        let (plain, smooth) = Columns::of(&answer).of_metric("kl", 0.6).unwrap();
+        let (plain, smooth) = values(&column, Some(2.0), 0.6);
         assert_eq!(plain, [1.0, 5.0, 2.0, 0.0]);
         // The weight of two steps is 0.36: (0.36 * 0.64 * 3 + 0.64 * 1) / (1 - 0.36²).
         let second = (0.36 * 0.64 * 3.0 + 0.64) / (1.0 - 0.36 * 0.36);
@@ -536,7 +345,7 @@ mod tests {
         let plot = &plots(&curves)[0];
         let svg = plot.svg();
         // The y axis has room for a twentieth of the range on both sides.
-        let (top, bottom) = (56.0, HEIGHT - BOTTOM);
+        let (top, bottom) = (56.0, BOTTOM);
         let room = (bottom - top) / 1.1 * 0.05;
         let line = format!("<path d=\"M64.00 {:.2}L628.00 {:.2}\"", bottom - room, top + room);
         assert!(svg.contains(&line), "{line} is not in {svg}");
@@ -544,11 +353,9 @@ mod tests {
             svg.contains(">reward</text>") && svg.contains(">0.6</text>") && svg.contains(">10</text>"),
             "{svg}"
         );
-        assert_eq!(svg.matches("<circle ").count(), 2);
-        assert!(
-            svg.contains("stroke=\"#2f6fde\"") && svg.contains("fill=\"#1c2026\""),
-            "colours of the page: {svg}"
-        );
+        let page = assets::content("colours.css");
+        assert!(svg.contains("stroke=\"#2f6fde\""), "{svg}");
+        assert!(COLOURS.iter().enumerate().all(|(at, own)| page.contains(&format!("--run-{at}: {own};"))));
     }
 
     #[test]

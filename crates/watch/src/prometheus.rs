@@ -4,7 +4,7 @@ use std::net::Ipv4Addr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use omnigrpo_http::{Answer, Http, Limits, Request};
-use omnigrpo_observe::{Event, Metric, Tracker};
+use omnigrpo_observe::{Metric, Tracked, Tracker};
 
 const KIND: &str = "text/plain; version=0.0.4; charset=utf-8";
 
@@ -36,7 +36,6 @@ impl Prometheus {
     }
 
     /// Returns the port of the server.
-    #[must_use]
     pub fn port(&self) -> u16 {
         self.http.address().port()
     }
@@ -73,8 +72,8 @@ impl Tracker for Prometheus {
         "prometheus"
     }
 
-    fn take(&mut self, event: &Event) -> Result<(), String> {
-        if let Event::Metrics { step, epoch, metrics } = event {
+    fn take(&mut self, event: &Tracked) -> Result<(), String> {
+        if let Tracked::Metrics { step, epoch, metrics } = event {
             let place = [("step".to_owned(), Some(*step as f64)), ("epoch".to_owned(), Some(*epoch))];
             self.set(&[&place[..], metrics].concat());
         }
@@ -91,7 +90,7 @@ mod tests {
         let mut tracker = Prometheus::start(0, "my \"run\"").unwrap();
         let metrics =
             |reward| vec![("rewards/accuracy/mean".to_owned(), reward), ("kl".to_owned(), Some(0.5))];
-        tracker.take(&Event::Metrics { step: 1, epoch: 0.5, metrics: metrics(Some(0.25)) }).unwrap();
+        tracker.take(&Tracked::Metrics { step: 1, epoch: 0.5, metrics: metrics(Some(0.25)) }).unwrap();
         let url = format!("http://127.0.0.1:{}/metrics", tracker.port());
         let page = || ureq::get(&url).call().unwrap().body_mut().read_to_string().unwrap();
         let expected = "# HELP omnigrpo Last value of each metric, under its name in metrics.jsonl.\n\
@@ -101,7 +100,7 @@ mod tests {
             omnigrpo{run=\"my \\\"run\\\"\",metric=\"rewards/accuracy/mean\"} 0.25\n\
             omnigrpo{run=\"my \\\"run\\\"\",metric=\"step\"} 1\n";
         assert_eq!(page(), expected);
-        tracker.take(&Event::Metrics { step: 2, epoch: 0.5, metrics: metrics(None) }).unwrap();
+        tracker.take(&Tracked::Metrics { step: 2, epoch: 0.5, metrics: metrics(None) }).unwrap();
         assert!(!page().contains("accuracy"), "what was not measured is not the old value");
         let error = Prometheus::start(tracker.port(), "other").err().unwrap();
         assert!(error.contains("cannot be served"), "{error}");

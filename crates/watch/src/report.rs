@@ -76,7 +76,6 @@ fn written(run: Run) -> Result<Report, Error> {
 }
 
 /// Draws the most informative curves of a run as one SVG; `None` if the run has no step.
-#[must_use]
 pub fn curves(directory: &Path) -> Option<String> {
     const SHOWN: [&str; 6] = ["Reward", "Evaluation", "Loss", "KL", "Entropy", "Completion length"];
     let run = Run::find(&[directory.to_owned()]).ok()?.remove(0);
@@ -132,7 +131,6 @@ impl Data {
 
     fn fill(&mut self) -> Result<(), Error> {
         self.ask("runs", &[])?;
-        self.ask("warnings", &[RUN])?;
         self.ask("marks", &[RUN])?;
         self.curves = self.ask("curves", &[RUN])?;
         let known = self.ask("catalogue", &[RUN, ("measure", "reward"), ("from", "1000000000")])?;
@@ -297,7 +295,7 @@ mod tests {
             .unwrap();
         let warning =
             "{\"step\":2,\"rule\":\"cut_off\",\"begins\":true,\"since\":1,\"text\":\"<b>cut</b>\"}\n";
-        std::fs::write(root.join("warnings.jsonl"), warning).unwrap();
+        std::fs::write(root.join("events.jsonl"), warning).unwrap();
         std::fs::create_dir(root.join("rollouts")).unwrap();
         image::RgbImage::from_pixel(640, 4, image::Rgb([255, 0, 0])).save(root.join("wide.png")).unwrap();
         let mut rollout = json!({
@@ -325,7 +323,7 @@ mod tests {
             "a step that was done again counts once"
         );
         assert_eq!(answers["runs?"][0]["name"], "<i>mine</i>");
-        assert_eq!(answers["warnings?run=0"], warning);
+        assert_eq!(answers["marks?run=0"][0]["problem"]["text"], "all completions are cut off");
         let group = &answers["group?group=0&run=0&step=2"];
         assert_eq!(group["samples"][0]["completion"]["text"], "</script><img src=x onerror=alert(1)>");
         assert_eq!(answers["joint?run=0&x=length&y=rewards/accuracy"]["pairs"], 1);

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use omnigrpo_guard::inside;
 use omnigrpo_media::Orientation;
-use omnigrpo_observe::step_of;
+use omnigrpo_observe::{names, step_of};
 use serde::Serialize;
 
 use crate::Error;
@@ -16,9 +16,6 @@ use crate::index::Stamp;
 
 const METRICS: &str = "metrics.jsonl";
 const CONFIG: &str = "config.yaml";
-const WARNINGS: &str = "warnings.jsonl";
-/// Largest number of bytes read from `warnings.jsonl`.
-const MAX_WARNINGS_BYTES: u64 = 1 << 20;
 /// Largest size of the rows in a response, in bytes, except for a single longer row.
 const SLICE_BYTES: u64 = 4 << 20;
 /// Longest row that is accepted, in bytes. A longer row is an error.
@@ -57,8 +54,8 @@ pub(crate) struct Metrics {
     pub(crate) age_secs: u64,
     /// True if the trained model has been written.
     pub(crate) done: bool,
-    /// Size of `warnings.jsonl` in bytes.
-    pub(crate) warnings: u64,
+    /// Size of the records of events in bytes.
+    pub(crate) events: u64,
 }
 
 /// Rows of the metrics file from an offset.
@@ -143,8 +140,7 @@ impl Run {
     ///
     /// # Errors
     /// Returns an error if the path is a link that leads out of the run directory, is not a regular file, or cannot be opened.
-    /// (Opening
-    /// a pipe would block until the other end is opened.)
+    /// (Opening a pipe would block until the other end is opened.)
     pub(crate) fn open(&self, path: &Path) -> Result<File, Error> {
         inside::open(&self.dir, path).map_err(|error| match error.kind() {
             ErrorKind::PermissionDenied if inside::leads_out(&error) => Error::missing(error.to_string()),
@@ -165,21 +161,9 @@ impl Run {
         let done = fs::metadata(self.dir.join("README.md")).and_then(|card| card.modified());
         // A model card that is older than the last row belongs to an earlier run.
         let done = done.is_ok_and(|done| stamp.modified.is_some_and(|row| done >= row));
-        let warnings = fs::metadata(self.dir.join(WARNINGS)).map_or(0, |meta| meta.len());
-        Metrics { id: stamp.id, bytes: stamp.bytes, age_secs: age.as_secs(), done, warnings }
-    }
-
-    /// Returns the content of `warnings.jsonl`; empty if the run had no problem.
-    pub(crate) fn warnings(&self) -> Result<Vec<u8>, Error> {
-        let path = self.dir.join(WARNINGS);
-        let mut rows = Vec::new();
-        if path.exists() {
-            self.open(&path)?
-                .take(MAX_WARNINGS_BYTES)
-                .read_to_end(&mut rows)
-                .map_err(Error::io("read", &path))?;
-        }
-        Ok(rows)
+        let size = |name| fs::metadata(self.dir.join(name)).map_or(0, |meta| meta.len());
+        let events = size(names::EVENTS) + size(names::WARNINGS);
+        Metrics { id: stamp.id, bytes: stamp.bytes, age_secs: age.as_secs(), done, events }
     }
 
     /// Returns complete rows from an offset, unchanged.

@@ -48,8 +48,7 @@ const PART_BYTES: u64 = 1 << 20;
 /// Number of bytes of a media file that are read at a time.
 const CHUNK_BYTES: u64 = 64 << 10;
 
-/// Content security policy: everything comes from this server, text is never markup, and no other page may frame this page or
-/// learn
+/// Content security policy: everything comes from this server, text is never markup, and no other page may frame this page or learn
 /// its URL.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; media-src 'self'; \
      connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
@@ -116,8 +115,7 @@ impl Server {
 
     /// Serves existing runs. Each directory is a run directory or contains run directories. A single run gets the URL stored in
     /// [`Self::ADDRESS_FILE`], so that open pages reconnect. It gets a different URL if that port is in use or the caller
-    /// requests
-    /// another one.
+    /// requests another one.
     ///
     /// # Errors
     /// Returns an error if a directory contains no run, or if the requested port is in use.
@@ -127,9 +125,8 @@ impl Server {
         Ok(Self { runs_left_out, ..Self::serve(runs, port, kept, None)? })
     }
 
-    /// Serves a run that is about to begin. `directory` exists and contains no links. [`Self::ADDRESS_FILE`] then contains the
-    /// URL of
-    /// the page. This is the URL of an earlier start if its port is free. With `controls`, the page can stop the run and save a
+    /// Serves a run that is about to begin. `directory` exists and contains no links. [`Self::ADDRESS_FILE`] then contains the URL
+    /// of the page. This is the URL of an earlier start if its port is free. With `controls`, the page can stop the run and save a
     /// checkpoint.
     ///
     /// # Errors
@@ -185,19 +182,16 @@ impl Server {
     }
 
     /// Returns the URL of the page. Anyone who knows it can read the runs.
-    #[must_use]
     pub fn url(&self) -> &str {
         &self.url
     }
 
     /// Returns the number of older runs that the page does not show, because their directory has more than [`Self::MOST_RUNS`].
-    #[must_use]
     pub fn runs_left_out(&self) -> usize {
         self.runs_left_out
     }
 
     /// Returns the path of the file with the URL of a run in progress.
-    #[must_use]
     pub fn address_file(&self) -> Option<&Path> {
         self.address_file.as_deref()
     }
@@ -225,9 +219,8 @@ impl Address {
         file.take(256).read_to_string(&mut text).ok()?;
         let mut lines = text.lines();
         let (address, mark) = (lines.next()?, lines.next()?);
-        // The file belongs to another account, is readable by others, or is a copy. In a copied directory, the person who packed
-        // it would
-        // know the token.
+        // The file belongs to another account, is readable by others, or is a copy. In a copied directory, the person who packed it
+        // would know the token.
         if mark != mark_of(&found)? {
             return None;
         }
@@ -443,8 +436,7 @@ impl App {
                 all
             }
             "api/curves" => self.curves.of(run, &asked(query)?)?,
-            "api/marks" => self.marks.of(run)?,
-            "api/warnings" => String::from_utf8_lossy(&run.warnings()?).into_owned().into(),
+            "api/marks" => json!(self.marks.of(run)?),
             "api/steps" => {
                 let (steps, capped) = run.last_steps("rollouts", MAX_STEPS)?;
                 json!({ "steps": steps, "capped": capped, "tokens": run.steps("tokens")? })
@@ -552,7 +544,7 @@ impl App {
         };
         let app = Arc::clone(self);
         let seen = |all: &[Metrics]| {
-            all.iter().map(|own| (own.id, own.bytes, own.warnings, own.done)).collect::<Vec<_>>()
+            all.iter().map(|own| (own.id, own.bytes, own.events, own.done)).collect::<Vec<_>>()
         };
         let (mut last, mut spoken, mut heard) = (None, Instant::now(), false);
         let (mut doing, mut doing_at) = (String::new(), None::<Instant>);
@@ -797,13 +789,16 @@ mod tests {
     }
 
     #[test]
-    fn problems_are_served_as_they_stand() {
+    fn problems_are_served_among_the_events() {
         let (directory, server) = run();
-        assert_eq!(value(&server, "warnings"), "");
-        let row = "{\"step\":6,\"rule\":\"ran_away\",\"begins\":true,\"since\":2,\"text\":\"x\"}\n";
-        fs::write(directory.path().join("warnings.jsonl"), row).unwrap();
-        assert_eq!(value(&server, "warnings"), row);
-        assert_eq!(value(&server, "runs")[0]["metrics"]["warnings"], row.len());
+        assert_eq!(value(&server, "marks"), json!([]));
+        let problem = "\"rule\":\"ran_away\",\"begins\":true,\"since\":2,\"text\":\"x\"}";
+        let row = format!("{{\"step\":6,\"time\":\"\",\"kind\":\"problem\",{problem}\n");
+        fs::write(directory.path().join("events.jsonl"), &row).unwrap();
+        let served: Value = serde_json::from_str(&format!("{{{problem}")).unwrap();
+        let mark = json!({ "kind": "warning", "step": 6, "text": "warning: x", "problem": served });
+        assert_eq!(value(&server, "marks"), json!([mark]));
+        assert_eq!(value(&server, "runs")[0]["metrics"]["events"], row.len());
     }
 
     #[test]

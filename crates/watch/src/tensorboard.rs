@@ -10,7 +10,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crc::{CRC_32_ISCSI, Crc};
 use omnigrpo_media::{Limits, Orientation};
-use omnigrpo_observe::{Event, Rollout, Tracker};
+use omnigrpo_observe::{Rollout, Tracked, Tracker};
 use serde_json::{Map, Value};
 
 use crate::media;
@@ -30,8 +30,7 @@ pub struct TensorBoard {
 
 impl TensorBoard {
     /// Creates an event file in a directory, and the directory itself if necessary. TensorBoard lists runs by their directories;
-    /// `name`
-    /// appears above the settings.
+    /// `name` appears above the settings.
     ///
     /// # Errors
     /// Returns an error if the directory cannot be written.
@@ -65,8 +64,7 @@ impl TensorBoard {
     }
 
     /// Writes a summary. The first call also writes the settings and a marker that invalidates everything that an earlier session
-    /// wrote
-    /// from this step on.
+    /// wrote from this step on.
     fn summary(&mut self, step: u64, values: &[Message]) -> Result<(), String> {
         let first = self.first.take();
         if first.is_some() {
@@ -90,16 +88,16 @@ impl Tracker for TensorBoard {
         "tensorboard"
     }
 
-    fn take(&mut self, event: &Event) -> Result<(), String> {
+    fn take(&mut self, event: &Tracked) -> Result<(), String> {
         match event {
-            Event::Metrics { step, epoch, metrics } => {
+            Tracked::Metrics { step, epoch, metrics } => {
                 let epoch = [("epoch", Some(*epoch))];
                 let all = metrics.iter().map(|(name, value)| (name.as_str(), *value)).chain(epoch);
                 let values: Vec<Message> =
                     all.filter_map(|(name, value)| Some(scalar(name, value?))).collect();
                 self.summary(*step, &values)
             }
-            Event::Completions { step, rollouts } => {
+            Tracked::Completions { step, rollouts } => {
                 let mut values = vec![table(rollouts)];
                 for (at, group) in rollouts.chunk_by(|a, b| a.group == b.group).enumerate() {
                     values.extend(image(&format!("prompts/{at}"), &group[0]));
@@ -282,9 +280,9 @@ mod tests {
         let settings =
             Map::from_iter([("beta".to_owned(), 0.5.into()), ("run_name".to_owned(), "a_b".into())]);
         let mut board = TensorBoard::begin(directory.path(), "a_b", &settings).unwrap();
-        board.take(&Event::Metrics { step: 300, epoch: 0.5, metrics: Vec::new() }).unwrap();
+        board.take(&Tracked::Metrics { step: 300, epoch: 0.5, metrics: Vec::new() }).unwrap();
         let metrics = vec![("loss".to_owned(), Some(0.25)), ("kl".to_owned(), None)];
-        board.take(&Event::Metrics { step: 300, epoch: 0.5, metrics }).unwrap();
+        board.take(&Tracked::Metrics { step: 300, epoch: 0.5, metrics }).unwrap();
         board.finish().unwrap();
         let records = records(directory.path());
         assert_eq!(records.len(), 4);

@@ -182,8 +182,8 @@ mod tests {
             "{\"step\":2,\"eval_reward\":0.75,\"eval_rewards/format/mean\":1}\n",
         );
         std::fs::write(dir.join("metrics.jsonl"), metrics).unwrap();
-        let warning = "{\"step\":2,\"rule\":\"cut_off\",\"begins\":true,\"since\":1,\"text\":\"all completions are cut off\"}\n";
-        std::fs::write(dir.join("warnings.jsonl"), warning).unwrap();
+        let event = "{\"step\":2,\"time\":\"\",\"kind\":\"problem\",\"rule\":\"cut_off\",\"begins\":true,\"since\":1,\"text\":\"all completions are cut off\"}\n";
+        std::fs::write(dir.join("events.jsonl"), event).unwrap();
         for step in [1, 2] {
             let line = |group: usize, sample: usize, reward: f64, text: &str| {
                 format!(

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use omnigrpo_media::Orientation;
-use omnigrpo_observe::{Event, Tracker, names};
+use omnigrpo_observe::{Tracked, Tracker, names};
 use serde_json::{Map, Value, json};
 
 use crate::media;
@@ -92,16 +92,16 @@ impl Tracker for Wandb {
         "wandb"
     }
 
-    fn take(&mut self, event: &Event) -> Result<(), String> {
+    fn take(&mut self, event: &Tracked) -> Result<(), String> {
         match event {
-            Event::Metrics { step, epoch, metrics } => {
+            Tracked::Metrics { step, epoch, metrics } => {
                 let values =
                     metrics.iter().filter_map(|(name, value)| Some((name.clone(), json!((*value)?))));
                 let mut values: Map<String, Value> = values.collect();
                 values.insert("epoch".to_owned(), json!(epoch));
                 self.tell(&json!({ "step": step, "metrics": values }))
             }
-            Event::Completions { step, rollouts } => {
+            Tracked::Completions { step, rollouts } => {
                 let rows = rollouts.iter().map(|own| {
                     let media = (0..own.media.len())
                         .filter_map(|at| media::open(&own.media, at, Orientation::default()).ok());

@@ -66,9 +66,9 @@ class Calls:
     def on_save(self, _, report):
         pass
 
-    def on_line(self, _, line):
+    def on_line(self, tone, line):
         # The rest is in log.txt of the run.
-        if line.startswith("warning") or any(word in line for word in ("http://", "omnigrpo watch", "interrupt")):
+        if tone != "note":
             self.progress.line(line)
 
     def on_doing(self, _, state):

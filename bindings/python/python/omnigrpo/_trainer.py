@@ -178,12 +178,6 @@ class _Run(Calls):
         self.call("on_evaluate", metrics=self._logged(report))
         return self._asked()
 
-    def on_line(self, name, line):
-        if line.startswith("resuming ") or " were moved to " in line or "prompts are texts" in line:
-            self.progress.line(line)
-        else:
-            super().on_line(name, line)
-
 
 # Methods of TRL's trainers and of `transformers.Trainer`, which a subclass may override there, and what does their work here.
 _REPLACED = {

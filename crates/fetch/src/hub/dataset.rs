@@ -22,7 +22,6 @@ const REVISIONS: [&str; 2] = ["main", "refs/convert/parquet"];
 /// therefore accepts only files that [`Hub::dataset`] has recorded for the split. With `by_names`, for callers that cannot
 /// contact the hub, it also accepts files of other programs if their names are unambiguous. The part must then be given or called
 /// `default`, and none of the files that the names count may be missing.
-#[must_use]
 pub fn cached_dataset(
     cache: &Path,
     name: &str,

@@ -29,7 +29,6 @@ const INDEX: &str = "model.safetensors.index.json";
 
 /// Returns the directory of a model in a cache shared with `huggingface_hub`, according to the reference `main`. Any program may
 /// have written it.
-#[must_use]
 pub fn cached(cache: &Path, name: &str) -> Option<PathBuf> {
     snapshot(&Kind::Model.folder(cache, name), "main")
 }
@@ -41,7 +40,6 @@ pub(super) fn snapshot(repo: &Path, reference: &str) -> Option<PathBuf> {
 }
 
 /// Reports whether a directory has all its weights. Another program may have fetched only a tokenizer, or one file of several.
-#[must_use]
 pub fn has_weights(dir: &Path) -> bool {
     if dir.join(INDEX).is_file() {
         return indexed(dir)

@@ -159,7 +159,6 @@ impl Patience {
 }
 
 /// Reports whether `text` can name a repository of the hub: `NAME` or `ORG/NAME`.
-#[must_use]
 pub fn is_repo_name(text: &str) -> bool {
     let part = |part: &str| {
         part.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_')
@@ -173,7 +172,6 @@ pub fn is_repo_name(text: &str) -> bool {
 
 impl Hub {
     /// Creates a client without contacting the hub.
-    #[must_use]
     pub fn new(options: HubOptions) -> Self {
         // Redirects are followed in this module: the token depends on scheme, host and port, which the client's own rules ignore.
         let config = config().max_redirects(0).timeout_per_write(Some(PATIENCE));

@@ -118,7 +118,6 @@ impl BertConfig {
     }
 
     /// Returns the length of the longest supported sequence, in tokens.
-    #[must_use]
     pub fn max_tokens(&self) -> usize {
         self.max_positions - self.first_position
     }
@@ -173,7 +172,6 @@ impl Bert {
     }
 
     /// Returns the configuration.
-    #[must_use]
     pub fn config(&self) -> &BertConfig {
         &self.config
     }
@@ -243,7 +241,6 @@ impl Bert {
 
 /// Maps the name of a tensor in a directory of BERT's kind to its name below an empty prefix, or to `None` for heads and entries
 /// that are not weights. Files of 2018 call a norm's weight and bias `gamma` and `beta`.
-#[must_use]
 pub fn published_name(key: &str) -> Option<String> {
     let heads = ["cls.", "lm_head.", "vocab_", "classifier.", "qa_outputs.", "pre_classifier."];
     if heads.iter().any(|head| key.starts_with(head)) {

@@ -148,7 +148,6 @@ impl Clip {
     }
 
     /// Returns the configuration.
-    #[must_use]
     pub fn config(&self) -> &ClipConfig {
         &self.config
     }

@@ -230,7 +230,6 @@ impl PictureConfig {
     }
 
     /// Returns the number of patches of a picture. If the side is not a multiple of the patch, the remainder is ignored.
-    #[must_use]
     pub fn num_patches(&self) -> usize {
         (self.side_px / self.patch_px).pow(2)
     }

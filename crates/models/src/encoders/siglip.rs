@@ -125,7 +125,6 @@ impl Siglip {
     }
 
     /// Returns the configuration.
-    #[must_use]
     pub fn config(&self) -> &SiglipConfig {
         &self.config
     }
@@ -169,7 +168,6 @@ impl Siglip {
 
 /// Maps the name of a tensor in a SigLIP directory to its name below an empty prefix, or to `None` for the text tower and entries
 /// that are not weights.
-#[must_use]
 pub fn published_name(key: &str) -> Option<String> {
     let other = ["text_model.", "logit_scale", "logit_bias"].iter().any(|start| key.starts_with(start));
     let name = key.strip_prefix("vision_model.").unwrap_or(key);

@@ -104,7 +104,6 @@ impl Whisper {
     }
 
     /// Returns the configuration.
-    #[must_use]
     pub fn config(&self) -> &WhisperConfig {
         &self.config
     }
@@ -154,7 +153,6 @@ impl Whisper {
 }
 
 /// Maps the name of a tensor in a Whisper directory to its name below an empty prefix, or to `None` for the decoder's tensors.
-#[must_use]
 pub fn published_name(key: &str) -> Option<String> {
     let key = key.strip_prefix("model.").unwrap_or(key);
     let decoder = key.starts_with("decoder.") || key == "proj_out.weight";

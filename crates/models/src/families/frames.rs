@@ -34,7 +34,6 @@ pub(crate) struct FramePlan {
 
 impl FramePlan {
     /// Combines the options of a row with the settings for videos.
-    #[must_use]
     pub fn new(medium: &MediumRef, settings: &MediaSettings) -> Self {
         let source = match &medium.source {
             MediumSource::Path(path) => VideoSource::from_path(path),

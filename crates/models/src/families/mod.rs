@@ -58,37 +58,31 @@ impl Family {
     }
 
     /// Returns the family's row in the table.
-    #[must_use]
     pub fn row(&self) -> &'static FamilyRow {
         self.row
     }
 
     /// Returns the name that messages use.
-    #[must_use]
     pub fn name(&self) -> &'static str {
         self.row.name
     }
 
     /// Returns the role that reads media and writes prompts.
-    #[must_use]
     pub fn processor(&self) -> &dyn Processor {
         self.roles.processor.as_ref()
     }
 
     /// Returns true if the family reads text only.
-    #[must_use]
     pub fn reads_text_only(&self) -> bool {
         self.processor().kinds().is_empty()
     }
 
     /// Returns the role that builds networks.
-    #[must_use]
     pub fn architecture(&self) -> &dyn Architecture {
         self.roles.architecture.as_ref()
     }
 
     /// Returns the role that knows the files.
-    #[must_use]
     pub fn format(&self) -> &dyn Format {
         self.roles.format.as_ref()
     }

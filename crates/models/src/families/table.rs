@@ -47,7 +47,6 @@ pub struct FamilyOption {
 
 impl FamilyOption {
     /// Returns the setting of the option with a name.
-    #[must_use]
     pub const fn setting(name: &'static str) -> Setting {
         Setting { plan: "FamilyOption", field: name }
     }
@@ -64,7 +63,6 @@ pub enum OptionKind {
 
 impl FamilyRow {
     /// Returns the row whose family matches the `model_type` or `architectures` of a configuration, if there is one.
-    #[must_use]
     pub fn of(json: &ConfigJson) -> Option<&'static Self> {
         let architectures = json.get("architectures").and_then(|v| v.as_array());
         let architectures: Vec<&str> =

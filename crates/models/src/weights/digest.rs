@@ -39,7 +39,6 @@ impl SharedDigests {
     }
 
     /// Returns all digests so far.
-    #[must_use]
     pub fn all(&self) -> TensorDigests {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

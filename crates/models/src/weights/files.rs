@@ -187,7 +187,6 @@ impl WeightFiles {
     }
 
     /// Returns the digests of the tensors that have been read; `None` without [`Self::keep_digests`].
-    #[must_use]
     pub fn digests(&self) -> Option<TensorDigests> {
         self.digests.get().map(|all| all.lock().unwrap_or_else(PoisonError::into_inner).clone())
     }
@@ -301,7 +300,6 @@ impl WeightFiles {
     }
 
     /// Returns the checkpoint directory.
-    #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
     }
@@ -312,7 +310,6 @@ impl WeightFiles {
     }
 
     /// Returns the shape of a tensor.
-    #[must_use]
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
         self.tensors.get(name).map(|e| e.info.shape.as_slice())
     }
@@ -328,7 +325,6 @@ impl WeightFiles {
     }
 
     /// Returns the size of a tensor in its file, in bytes.
-    #[must_use]
     pub fn num_bytes(&self, name: &str) -> Option<usize> {
         self.tensors.get(name).map(|entry| entry.info.data_offsets.1 - entry.info.data_offsets.0)
     }

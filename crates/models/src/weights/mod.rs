@@ -55,7 +55,6 @@ impl Quantization<'_> {
     }
 
     /// Returns whether a tensor is left unquantised because its rows are shorter than a group, [`Self::GROUP`].
-    #[must_use]
     pub fn leaves(&self, name: &str, part: Part, shape: &[usize]) -> bool {
         self.asks_for(name, part, shape) && !self.takes(name, part, shape)
     }
@@ -249,7 +248,6 @@ pub struct FileSource<'a> {
 
 impl<'a> FileSource<'a> {
     /// Creates a source over open files.
-    #[must_use]
     pub fn new(files: &'a WeightFiles, how: impl Into<FrozenWeights>) -> Self {
         let FrozenWeights { dtype, is_outline, digests } = how.into();
         if digests.is_some() {

@@ -262,9 +262,9 @@ fn verb_command(verb: Verb, shown: Shown) -> Command {
     let (name, lenient) = (verb.words().last().copied().unwrap_or_default(), shown == Shown::Parsed);
     let first = verb.first_settings();
     let count = flags::all().filter(|flag| flag.is_of(verb)).count();
-    let more = match first {
-        [] => "Names may be written with dashes. Lists take spaces or commas.".to_owned(),
-        _ if shown == Shown::First => {
+    let more = match shown {
+        _ if first.is_empty() => "Names may be written with dashes. Lists take spaces or commas.".to_owned(),
+        Shown::First => {
             format!("`omnigrpo {} --help` shows all {count} settings.", verb.name())
         }
         _ => format!(

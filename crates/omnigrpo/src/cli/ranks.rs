@@ -227,7 +227,7 @@ pub fn threads(ranks: &Ranks, local: Local, console: &Console) -> Result<usize> 
     if let Some(of_machine) = bound_to_one_of(cores.trim(), local.size, Path::new("/sys/devices/system/cpu"))
     {
         console.warning(&format!(
-            "warning: the launcher has bound each process to one of {of_machine} cores; `mpirun --bind-to none` gives them all cores"
+            "the launcher has bound each process to one of {of_machine} cores; `mpirun --bind-to none` gives them all cores"
         ));
     }
     Ok((usable / sharing).max(1))

@@ -31,7 +31,6 @@ pub(crate) enum Nonlinearity {
 
 impl Rows {
     /// Returns `act(x)`.
-    #[must_use]
     pub fn activated(&self, act: Activation) -> Self {
         self.device().backend().activation(self, Nonlinearity::Pointwise(act))
     }

@@ -89,31 +89,26 @@ impl std::fmt::Display for AttentionHeads {
 
 impl AttentionHeads {
     /// Returns the number of columns of a packed row.
-    #[must_use]
     pub fn packed_width(self) -> usize {
         (self.q + 2 * self.kv) * self.dim
     }
 
     /// Returns the number of columns of the keys, which is also that of the values.
-    #[must_use]
     pub fn kv_width(self) -> usize {
         self.kv * self.dim
     }
 
     /// Returns the number of columns of the queries, which is also that of the output.
-    #[must_use]
     pub fn q_width(self) -> usize {
         self.q * self.dim
     }
 
     /// Returns the scale of the attention scores, `1 / sqrt(head_dim)`.
-    #[must_use]
     pub fn scale(self) -> f32 {
         1.0 / (self.dim as f32).sqrt()
     }
 
     /// Converts to the kernel's structure.
-    #[must_use]
     pub(crate) fn shape(self) -> kernel::Shape {
         kernel::Shape { q_heads: self.q, kv_heads: self.kv, head_dim: self.dim }
     }

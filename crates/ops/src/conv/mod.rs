@@ -39,7 +39,6 @@ pub struct Patches {
 
 impl Patches {
     /// Returns the number of output rows.
-    #[must_use]
     pub fn rows(&self) -> usize {
         self.sources.len() / self.taps.max(1)
     }

@@ -124,25 +124,21 @@ impl Routes {
     }
 
     /// Returns the number of places.
-    #[must_use]
     pub fn places(&self) -> usize {
         self.experts.len()
     }
 
     /// Returns the number of routed rows.
-    #[must_use]
     pub fn rows(&self) -> usize {
         self.sums.len()
     }
 
     /// Returns the number of places of each expert, or nothing if a GPU chose the experts.
-    #[must_use]
     pub fn counts(&self) -> Vec<usize> {
         self.offsets.windows(2).map(|ends| ends[1] - ends[0]).collect()
     }
 
     /// Returns the bytes that this routing occupies in memory.
-    #[must_use]
     pub fn num_bytes(&self) -> usize {
         self.places() * (size_of::<usize>() + 3 * size_of::<u32>()) + size_of_val(&self.offsets[..])
     }
@@ -251,7 +247,6 @@ impl RouterLoss {
     /// Creates losses with the coefficients `aux` and `z`. `step` contains the total weight of all rows of a step, and of its
     /// scored rows, to which the last block is limited. `weights` contains the number of sequences to which each row of this pass
     /// belongs.
-    #[must_use]
     pub fn new(aux: f64, z: f64, step: [usize; 2], weights: Vec<f32>) -> Self {
         let step = step.map(|tokens| tokens.max(1) as f64);
         Self { aux, z, step, weights, sums: Mutex::default() }
@@ -259,7 +254,6 @@ impl RouterLoss {
 
     /// Returns the balance loss and z-loss accumulated in this pass: sums over routers, multiplied by their shares but not by the
     /// coefficients.
-    #[must_use]
     pub fn losses(&self) -> [f64; 2] {
         *self.sums.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -328,25 +322,21 @@ impl ExpertLinear {
         Ok(Self { weight, k, n })
     }
 
-    #[must_use]
     pub fn weight(&self) -> &Arc<Param> {
         &self.weight
     }
 
     /// Returns the number of experts.
-    #[must_use]
     pub fn experts(&self) -> usize {
         self.weight.shape()[0]
     }
 
     /// Returns the number of inputs.
-    #[must_use]
     pub fn k(&self) -> usize {
         self.k
     }
 
     /// Returns the number of outputs.
-    #[must_use]
     pub fn n(&self) -> usize {
         self.n
     }

@@ -68,23 +68,19 @@ impl Linear {
     }
 
     /// Returns the number of outputs.
-    #[must_use]
     pub fn n(&self) -> usize {
         self.n
     }
 
     /// Returns the number of inputs.
-    #[must_use]
     pub fn k(&self) -> usize {
         self.k
     }
 
-    #[must_use]
     pub fn bias(&self) -> Option<&Arc<Param>> {
         self.bias.as_ref()
     }
 
-    #[must_use]
     pub fn weight(&self) -> &Arc<Param> {
         &self.weight
     }
@@ -126,7 +122,6 @@ pub struct PackedLinear {
 
 impl PackedLinear {
     /// Creates the layers for a pass.
-    #[must_use]
     pub fn new(layers: &[&Linear], pass: &Pass) -> Self {
         let layers = layers.iter().map(|&l| l.clone()).collect();
         Self { layers, order: pass.order, dropout: pass.dropout.clone() }
@@ -141,7 +136,6 @@ impl PackedLinear {
     }
 
     /// Returns the number of columns of the output.
-    #[must_use]
     pub fn width(&self) -> usize {
         self.layers.iter().map(Linear::n).sum()
     }

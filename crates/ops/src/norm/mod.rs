@@ -59,7 +59,6 @@ impl Norm {
     }
 
     /// Returns the width of the rows that the layer normalises.
-    #[must_use]
     pub fn width(&self) -> usize {
         self.weight().len()
     }

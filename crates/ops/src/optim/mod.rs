@@ -78,7 +78,6 @@ impl OnHost {
 
 impl Moments {
     /// Restores the state after `step` updates.
-    #[must_use]
     pub fn new(step: u64, numbers: Numbers) -> Self {
         Self { step, host: OnHost::Memory(numbers), ..Self::default() }
     }
@@ -121,7 +120,6 @@ impl Moments {
     }
 
     /// Returns the first moment.
-    #[must_use]
     pub fn m(&self) -> Cow<'_, [f32]> {
         match &self.card {
             Some(state) => state.m.to_vec().into(),
@@ -130,7 +128,6 @@ impl Moments {
     }
 
     /// Returns the second moment.
-    #[must_use]
     pub fn v(&self) -> Cow<'_, [f32]> {
         match &self.card {
             Some(state) => state.v.to_vec().into(),
@@ -139,7 +136,6 @@ impl Moments {
     }
 
     /// Returns the f32 master copy of `param`, the weight of this state. The result is empty if there is no master.
-    #[must_use]
     pub fn master(&self, param: &Param) -> Cow<'_, [f32]> {
         match &self.card {
             Some(state) => state.master(param).into(),
@@ -147,7 +143,6 @@ impl Moments {
         }
     }
 
-    #[must_use]
     pub fn has_master(&self) -> bool {
         match &self.card {
             Some(state) => state.rest.is_some(),
@@ -156,7 +151,6 @@ impl Moments {
     }
 
     /// Returns the bytes of the arrays in main memory.
-    #[must_use]
     pub fn host_bytes(&self) -> usize {
         match &self.host {
             OnHost::Memory(Numbers { m, v, master }) => 4 * (m.len() + v.len() + master.len()),
@@ -258,7 +252,6 @@ pub struct Squares {
 
 /// Returns the sum of squares of each weight's gradient, or `None` for a weight without a gradient. Waits once for a GPU. With
 /// `offload`, gradients on a GPU then start to travel to main memory.
-#[must_use]
 pub fn squares(params: &[&Param], offload: bool) -> Vec<Option<Squares>> {
     let mut all: Vec<Option<Squares>> = params.iter().map(|param| param.squares_if_sent()).collect();
     let here: Vec<(usize, Rows)> = (params.iter().enumerate())

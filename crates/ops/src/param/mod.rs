@@ -37,7 +37,6 @@ impl Part {
     pub const ALL: [Self; 5] = [Self::Llm, Self::Projector, Self::Vision, Self::Audio, Self::Instruction];
 
     /// Returns the name of the part for tables and messages.
-    #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             Self::Llm => "llm",
@@ -89,7 +88,6 @@ impl Param {
     /// Creates a weight without values, which uses no memory. Such a weight serves to measure a model, or to continue checking
     /// the other weights when one could not be read. Operations with it fail, except on [`Device::Outline`](crate::Device::Outline). [`Self::read`]
     /// returns no values.
-    #[must_use]
     pub fn outline(name: impl Into<String>, part: Part, shape: &[usize], dtype: ParamDtype) -> Self {
         let nothing = Data::Dense(Place::values(Values::F32(Vec::new())));
         let mut outline = Self::over(name.into(), part, nothing, dtype, shape.to_vec());
@@ -148,29 +146,24 @@ impl Param {
         Self { name, part, dtype, shape, storage: Storage::new(data), trained: Trained::default() }
     }
 
-    #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    #[must_use]
     pub fn part(&self) -> Part {
         self.part
     }
 
     /// Returns the published shape.
-    #[must_use]
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
-    #[must_use]
     pub fn dtype(&self) -> ParamDtype {
         self.dtype
     }
 
     /// Returns the size of the values in bytes. For an outline, this is the size that its values would have.
-    #[must_use]
     pub fn num_bytes(&self) -> usize {
         match (&self.storage.data, self.dtype) {
             (Data::Quantised(value), _) => value.host.num_bytes(),
@@ -183,18 +176,15 @@ impl Param {
         }
     }
 
-    #[must_use]
     pub fn len(&self) -> usize {
         self.shape.iter().product()
     }
 
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
     /// Returns a frozen copy of the weight in separate storage, without an adapter, for a reference model.
-    #[must_use]
     pub fn frozen_copy(&self) -> Self {
         let mut copy = self.bare();
         if let Data::Dense(values) = &self.storage.data {
@@ -204,7 +194,6 @@ impl Param {
     }
 
     /// Returns a frozen handle to the same storage, without an adapter.
-    #[must_use]
     pub fn bare(&self) -> Self {
         Self {
             name: self.name.clone(),
@@ -217,7 +206,6 @@ impl Param {
     }
 
     /// Returns a frozen handle to the same storage under another name, without an adapter.
-    #[must_use]
     pub fn named(&self, name: impl Into<String>) -> Self {
         Self { name: name.into(), ..self.bare() }
     }

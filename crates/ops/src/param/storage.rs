@@ -137,7 +137,6 @@ impl Drop for Loan<'_> {
 }
 
 impl WeightGuard<'_> {
-    #[must_use]
     pub fn stored(&self) -> Stored<'_> {
         match &self.0 {
             Reading::Dense(values) => match &**values {
@@ -154,13 +153,11 @@ impl WeightGuard<'_> {
     ///
     /// # Panics
     /// Panics if the number of elements is not `n · k`.
-    #[must_use]
     pub fn weight(&self, n: usize, k: usize) -> Weight<'_> {
         Weight::new(self.stored(), n, k)
     }
 
     /// Returns the values as f32. This is meant for vectors (norms, biases), because values of other dtypes are copied.
-    #[must_use]
     pub fn f32(&self) -> Cow<'_, [f32]> {
         match self.stored() {
             Stored::F32(data) => data.into(),
@@ -186,13 +183,11 @@ impl Param {
     }
 
     /// Returns whether the values are in a mapped file ([`Self::mapped`]).
-    #[must_use]
     pub fn is_mapped(&self) -> bool {
         matches!(self.storage.data, Data::Mapped(_))
     }
 
     /// Returns whether the weight has no values ([`Self::outline`]).
-    #[must_use]
     pub fn is_outline(&self) -> bool {
         self.storage.is_outline
     }
@@ -223,13 +218,11 @@ impl Param {
     }
 
     /// Returns whether [`Self::cut`] was called, for this handle or for another one to the same storage.
-    #[must_use]
     pub fn is_cut(&self) -> bool {
         matches!(&self.storage.data, Data::Dense(values) if values.own.get().is_some())
     }
 
     /// Returns whether all values are in memory. This includes a weight that is cut and whose own part has all values.
-    #[must_use]
     pub fn is_whole(&self) -> bool {
         match &self.storage.data {
             Data::Dense(values) if values.own.get().is_some() => values.lock().len() == self.len(),
@@ -413,7 +406,6 @@ impl Param {
     }
 
     /// Returns whether both weights use the same storage.
-    #[must_use]
     pub fn shares_storage(&self, other: &Self) -> bool {
         match (&self.storage.data, &other.storage.data) {
             (Data::Dense(a), Data::Dense(b)) => Arc::ptr_eq(a, b),

@@ -38,7 +38,6 @@ pub(super) struct Trained {
 
 impl Param {
     /// Returns whether backward passes compute this weight's gradient.
-    #[must_use]
     pub fn trainable(&self) -> bool {
         self.trained.trainable.load(Ordering::Relaxed)
     }
@@ -49,7 +48,6 @@ impl Param {
     }
 
     /// Returns whether this is the weight `[n, k]` of a linear layer, which can have an adapter.
-    #[must_use]
     pub fn is_linear(&self) -> bool {
         self.trained.linear.load(Ordering::Relaxed)
     }
@@ -59,7 +57,6 @@ impl Param {
     }
 
     /// Returns whether this is the weight `[e, k, n]` of a layer of experts, which can have one adapter per expert.
-    #[must_use]
     pub fn is_experts(&self) -> bool {
         self.trained.experts.load(Ordering::Relaxed)
     }
@@ -69,7 +66,6 @@ impl Param {
     }
 
     /// Returns the adapter whose output is added to this weight's product.
-    #[must_use]
     pub fn adapter(&self) -> Option<&Arc<Adapter>> {
         self.trained.adapter.get()
     }
@@ -156,7 +152,6 @@ impl Param {
     }
 
     /// Returns the place of the gradient in the order in which gradients were sent to main memory, or 0 if it was not sent.
-    #[must_use]
     pub fn sent(&self) -> u64 {
         self.travel().sent.as_ref().map_or(0, Sent::order)
     }
@@ -186,7 +181,6 @@ impl Param {
     }
 
     /// Returns a copy of the gradient, or `None` if no gradient has reached this weight since [`Self::clear_grad`].
-    #[must_use]
     pub fn grad(&self) -> Option<Vec<f32>> {
         self.with_grad(|grad| grad.map(|grad| grad.to_vec()))
     }
@@ -199,7 +193,6 @@ impl Param {
 
     /// Removes the gradient `[1, len]` and returns it, or `None` if no gradient has reached this weight since
     /// [`Self::clear_grad`].
-    #[must_use]
     pub fn take_grad(&self) -> Option<Rows> {
         self.lock_grad().take()
     }

@@ -18,7 +18,6 @@ pub(crate) enum ValuesMut<'a> {
 }
 
 impl Values {
-    #[must_use]
     pub fn len(&self) -> usize {
         match self {
             Self::F32(data) => data.len(),
@@ -26,7 +25,6 @@ impl Values {
         }
     }
 
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -35,7 +33,6 @@ impl Values {
     ///
     /// # Panics
     /// Panics if the range is out of bounds.
-    #[must_use]
     pub fn slice(&self, range: Range<usize>) -> Self {
         match self {
             Self::F32(data) => Self::F32(data[range].to_vec()),
@@ -73,7 +70,6 @@ impl Values {
     }
 
     /// Concatenates values. If the dtypes differ, the result is f32.
-    #[must_use]
     pub fn concat(parts: Vec<Self>) -> Self {
         if parts.iter().all(|part| matches!(part, Self::Bf16(_))) {
             let data = parts.into_iter().filter_map(|part| match part {

@@ -77,13 +77,11 @@ impl RopeTable {
         Self { factor: self.factor * factor, waves: OnceLock::new(), copies: Host::default(), ..self }
     }
 
-    #[must_use]
     pub fn rows(&self) -> usize {
         self.rows
     }
 
     /// Returns cosines and sines, `[rows, half]` each, multiplied by the factor.
-    #[must_use]
     pub fn waves(&self) -> &[Vec<f32>; 2] {
         let angles = || {
             let mut angles = vec![0.0f32; self.rows * self.half];

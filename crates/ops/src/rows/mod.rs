@@ -110,7 +110,6 @@ impl Rows {
     }
 
     /// Creates rows of zeros.
-    #[must_use]
     pub fn zeros(device: Device, rows: usize, cols: usize) -> Self {
         device.backend().zeros(rows, cols, None)
     }
@@ -128,7 +127,6 @@ impl Rows {
         Ok(device.backend().upload(data, rows, cols))
     }
 
-    #[must_use]
     pub fn device(&self) -> Device {
         match &self.data {
             Data::Cpu(_) => Device::Cpu,
@@ -139,33 +137,27 @@ impl Rows {
         }
     }
 
-    #[must_use]
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    #[must_use]
     pub fn cols(&self) -> usize {
         self.cols
     }
 
-    #[must_use]
     pub fn dims(&self) -> (usize, usize) {
         (self.rows, self.cols)
     }
 
-    #[must_use]
     pub fn len(&self) -> usize {
         self.rows * self.cols
     }
 
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
     /// Returns the size of the values in bytes.
-    #[must_use]
     pub fn num_bytes(&self) -> usize {
         match &self.data {
             Data::Cpu(data) => size_of_val(&data[..]),
@@ -177,7 +169,6 @@ impl Rows {
     }
 
     /// Converts to a vector of the values in row-major order, as f32. Unshared rows on the CPU are not copied.
-    #[must_use]
     pub fn into_vec(self) -> Vec<f32> {
         match self.data {
             Data::Cpu(data) => {
@@ -188,13 +179,11 @@ impl Rows {
     }
 
     /// Returns a copy of the values in row-major order, as f32.
-    #[must_use]
     pub fn to_vec(&self) -> Vec<f32> {
         self.device().backend().download(self)
     }
 
     /// Returns a copy of the values in row-major order, without rounding.
-    #[must_use]
     pub fn to_f64(&self) -> Vec<f64> {
         match &self.data {
             #[cfg(feature = "twin")]
@@ -204,7 +193,6 @@ impl Rows {
     }
 
     /// Returns the values if the host can read them as f32, and `None` otherwise.
-    #[must_use]
     pub fn host(&self) -> Option<&[f32]> {
         match &self.data {
             Data::Cpu(data) => Some(data),
@@ -318,13 +306,11 @@ impl Rows {
         self.device().backend().scale(self, by);
     }
 
-    #[must_use]
     pub fn sum_of_squares(&self) -> f64 {
         self.device().backend().sum_of_squares(self)
     }
 
     /// Copies the values to another device.
-    #[must_use]
     pub fn to_device(&self, device: Device) -> Self {
         if device == self.device() {
             return self.clone();

@@ -58,7 +58,7 @@ pub const FLAGS: &[Flag] = &[
         .free(LOOP)
         .per_rank(),
     row("nvme_path", Path, at!(optimizer.offload_folder), STEPS)
-        .help("Folder of a fast disk for the files of `offload_optimizer file`. They have no names and are gone when the run ends.")
+        .help("Directory for the files of `offload_optimizer file`; put it on a fast disk. The files are unnamed and vanish with the run.")
         .unset("`output_dir`")
         .idle(|s, _| (s.optimizer.offload != Offload::File).then_some("`offload_optimizer` is not file"))
         .free(LOOP)
@@ -107,7 +107,7 @@ pub const FLAGS: &[Flag] = &[
     .of_media()
         .help(
         "Freeze what VLM-R1 calls the vision modules: the towers and, except for InternVL, the projector. \
-             With false the towers are trained, unless adapters are.",
+             `false` trains the towers, except with adapters.",
     )
     .unset("the `tune_mm_` settings decide")
     .first(),
@@ -171,7 +171,7 @@ pub const FLAGS: &[Flag] = &[
         Place { field: "algorithm.prompts_per_micro_batch", ..at!(batch.per_device) },
         STEPS,
     )
-    .help("Prompts processed at a time; completions if `batch_unit` says so."),
+    .help("Prompts per micro-batch (completions with `--batch_unit completions`)."),
     row("batch_unit", Choice(words::<BatchUnit>), at!(batch.unit), &[Train])
         .help("Unit of `per_device_train_batch_size`. A preset sets the unit of its source."),
     row(

@@ -70,8 +70,8 @@ pub const FLAGS: &[Flag] = &[
         .idle(unscored),
     row("reward_weights", Floats, at!(rewards.options.weights), REWARDED)
         .help(
-            "One weight per reward, in the order of `--reward_funcs`; 1 each by default. The weights of a \
-             preset belong to its rewards by name.",
+            "One weight per reward, in the order of `--reward_funcs`; 1 each by default. A preset's weights \
+             follow its rewards if you reorder them.",
         )
         .idle(unscored),
     row("format_reward_weight", float(-BIG, BIG), NOWHERE, REWARDED)
@@ -168,8 +168,8 @@ pub const FLAGS: &[Flag] = &[
     row("temporal_order_bonus", Bool, at!(rewards.temporal_order_bonus), &[Train])
         .of_media()
         .help(
-            "Sample half as many completions again on shuffled frames of videos. Right answers earn 0.3 more \
-             when the ordered frames do better than the shuffled ones (T-GRPO).",
+            "T-GRPO: correct answers earn 0.3 more if accuracy on ordered frames beats accuracy on shuffled frames. Costs \
+             half as many extra completions.",
         )
         .idle(|s, _| s.not_sampled()),
     row("length_bonus", Bool, at!(algorithm.length_bonus), &[Train])

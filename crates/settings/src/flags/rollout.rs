@@ -64,7 +64,7 @@ pub const FLAGS: &[Flag] = &[
         &[Train, Generate, Score, Eval, Demo],
     )
     .help(
-        "Temperature of log-probabilities, entropy and KL; 1 is the form of the source systems. The \
+        "Temperature at which log-probabilities, entropy and KL are computed. TRL's value is `temperature`; the five source systems use 1. The \
              difference from the sampling distribution is logged as `sampling/distribution_logp_difference`, in \
              nats.",
     )
@@ -111,7 +111,7 @@ pub const FLAGS: &[Flag] = &[
         .unset("the rest of `max_completion_length`")
         .idle(alone),
     row("max_tool_images", int(0, 1024), at!(turns.max_tool_images), ANSWERED)
-        .help("Maximum number of media in an answer of the environment. More of them end the completion instead.")
+        .help("Maximum number of media in one answer of the environment. An answer with more ends the completion.")
         .idle(alone),
     row("batch_size", int(1, 65_536), at!(eval.batch_rows), &[Generate, Score, Eval])
         .help("Prompts processed at a time; changes memory and speed, never the result.")

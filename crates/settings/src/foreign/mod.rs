@@ -98,7 +98,7 @@ const TABLE: &[Row] = &[
     }),
     (&["zero_hpz_partition_size", "sequence_parallel_size", "deepspeed_autotp_size"], |v| match v {
         "0" | "1" => Dropped("it is off here as well"),
-        _ => Refused("leave it out: prompts are divided over processes, but no tensor or sequence is"),
+        _ => Refused("remove it: only data parallelism is supported"),
     }),
     (&["optim"], |v| match v {
         "adamw" | "adamw_hf" | "adamw_torch" | "adamw_torch_fused" | "adamw_apex_fused" => {

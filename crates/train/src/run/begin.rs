@@ -7,13 +7,14 @@ use std::time::Instant;
 use omnigrpo_data::Order;
 use omnigrpo_grpo::CorrectionKind;
 use omnigrpo_models::{Model, ReferencePlace};
-use omnigrpo_observe::{Aims, Console, Health, RunDir, Trackers, write_atomic};
+use omnigrpo_observe::{Console, Event, RunDir, Trackers, names, write_atomic};
 use omnigrpo_ops::Device;
 use omnigrpo_rewards::RewardSet;
 
 use super::{Loop, Place};
 use crate::checkpoint;
 use crate::error::{LEAVES, Result, SYNC_REFERENCE, TrainError};
+use crate::health::{Aims, Health};
 use crate::lender::Lenders;
 use crate::length::Length;
 use crate::optimizer::AdamW;
@@ -153,15 +154,32 @@ impl Loop {
         // Files are moved only after the checkpoint has been loaded without an error.
         start.make_room(dir, self.model.dir(), console)?;
         let own = RunDir::open(dir, start.existing())?;
+        let (step, num_steps) = (self.place.step, self.length.total);
+        console.record_to(&dir.join(names::EVENTS), step)?;
         let mut evaluated_at = None;
-        if let Start::From(resumed) = start {
-            evaluated_at = continued(&own, resumed, self.length.total, console)?;
-            own.each_step(|step, metrics| drop(self.records.health.add(step, metrics)))?;
-        }
+        let event = match start {
+            Start::From(resumed) => {
+                own.each_step(|step, metrics| drop(self.records.health.add(step, metrics)))?;
+                let continued = own.continued(step)?;
+                evaluated_at = continued.evaluated.then_some(step);
+                let logged = continued.last_step.unwrap_or(0);
+                if logged < step {
+                    console.warning(&format!(
+                        "metrics.jsonl ends at step {logged}; the rows up to step {step} are missing"
+                    ));
+                }
+                Event::Resumed { checkpoint: resumed.path.display().to_string(), num_steps }
+            }
+            Start::Anew { .. } => Event::Started { num_steps },
+        };
         for (name, content) in &self.run.records.files {
             write_atomic(&dir.join(name), |out| out.write_all(content))?;
         }
         self.records.dir = Some(own);
+        self.event(&event);
+        if step == num_steps {
+            self.console.line("all steps are done; nothing is left to train");
+        }
         Ok(evaluated_at)
     }
 }
@@ -223,21 +241,4 @@ fn aims(rewards: Option<&RewardSet>, algorithm: &Algorithm) -> Aims {
         rewards: rewards.map(each).unwrap_or_default(),
         corrected: algorithm.loss.correction.kind != CorrectionKind::Off,
     }
-}
-
-/// Reports where the run resumes. Returns the checkpoint's step if its evaluation is in the records.
-fn continued(records: &RunDir, resumed: &Resumed, total: u64, console: &Console) -> Result<Option<u64>> {
-    let step = resumed.state.global_step;
-    let continued = records.continued(step)?;
-    console.line(&format!("resuming from {} at step {step} of {total}", resumed.path.display()));
-    if step == total {
-        console.line("all steps are done; nothing is left to train");
-    }
-    let logged = continued.last_step.unwrap_or(0);
-    if logged < step {
-        console.line(&format!(
-            "warning: metrics.jsonl ends at step {logged}; the rows up to step {step} are missing"
-        ));
-    }
-    Ok(continued.evaluated.then_some(step))
 }

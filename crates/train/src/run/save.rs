@@ -3,6 +3,8 @@
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use omnigrpo_observe::Event;
+
 use super::{Loop, is_due};
 use crate::buffer::BufferState;
 use crate::checkpoint::{self, TrainerState};
@@ -87,7 +89,7 @@ impl Loop {
         let keep = [best, self.observer.reads(), self.records.last_good()?];
         let path = checkpoint::save(self.lock.root(), parts, state, self.run.save.limit, &keep)?;
         self.console.activity().leave();
-        self.console.line(&format!("saved {}", path.display()));
+        self.event(&Event::Checkpoint { path: path.display().to_string() });
         self.observer.saved(self.place.step, &path);
         Ok(())
     }
@@ -101,7 +103,6 @@ impl Loop {
             if self.place.saved_at != Some(step) {
                 self.save(true)?;
             }
-            self.console.line(&format!("stopped after step {step}; resume with {RESUME} {NEWEST}"));
         } else {
             if self.place.epochs_seen == 0 && step > 0 {
                 self.records.unreached("step", &self.optimizer.never_reached());
@@ -121,6 +122,12 @@ impl Loop {
         summary.steps_here = self.records.steps_timed;
         self.records.finish_trackers();
         summary.report = self.records.report(&summary);
+        if self.algorithm.split.ranks.is_first() {
+            self.event(&summary.end());
+            if summary.interrupted {
+                self.console.line(&format!("{RESUME} {NEWEST} resumes the run"));
+            }
+        }
         Ok(Trained { model: self.model, summary })
     }
 

@@ -1,4 +1,4 @@
-//! Runs that go wrong say so: each rule of [`RULES`](omnigrpo_observe::RULES) is met by a run of the demo's checkpoint.
+//! Runs that go wrong say so: each rule of [`RULES`](omnigrpo_train::RULES) is met by a run of the demo's checkpoint.
 
 use omnigrpo_rewards::reward as scored;
 use omnigrpo_train::RunSummary;
@@ -23,7 +23,17 @@ fn warnings(place: &Place, name: &str) -> Vec<(u64, String, bool)> {
         let text = |key: &str| row[key].as_str().unwrap().to_owned();
         (row["step"].as_u64().unwrap(), text("rule"), row["begins"].as_bool().unwrap())
     };
-    lines(&place.out(name).join("warnings.jsonl")).iter().map(told).collect()
+    problems(place, name).iter().map(told).collect()
+}
+
+/// Training problems among the events of a run, without their time.
+fn problems(place: &Place, name: &str) -> Vec<Value> {
+    let mut events = lines(&place.out(name).join("events.jsonl"));
+    events.retain_mut(|row| {
+        row.as_object_mut().unwrap().remove("time").unwrap();
+        row["kind"] == "problem"
+    });
+    events
 }
 
 fn begins(step: u64, rule: &str) -> (u64, String, bool) {
@@ -52,7 +62,7 @@ fn rewards_that_say_nothing_are_told_apart() {
         run(setup(&place, name, vec![reward], 12)).unwrap();
         assert_eq!(warnings(&place, name), [begins(10, rule)], "{name}");
     }
-    let text = lines(&place.out("hopeless").join("warnings.jsonl"))[0]["text"].as_str().unwrap().to_owned();
+    let text = problems(&place, "hopeless")[0]["text"].as_str().unwrap().to_owned();
     assert!(
         text.starts_with("no completion earns any reward (steps 1 to 10): the mean reward is 0.000"),
         "{text}"
@@ -69,7 +79,7 @@ fn a_reward_that_never_fires_is_named() {
     let rewards = vec![scored("varied", UNIT, |row| varied(row.completion)), scored("format", UNIT, |_| 0.0)];
     run(setup(&place, "run", rewards, 21)).unwrap();
     assert_eq!(warnings(&place, "run"), [begins(20, "reward_never_fires")]);
-    let row = &lines(&place.out("run").join("warnings.jsonl"))[0];
+    let row = &problems(&place, "run")[0];
     assert!(row["text"].as_str().unwrap().contains("`format` gave every completion 0."), "{row}");
 }
 
@@ -80,7 +90,7 @@ fn completions_that_are_cut_off_are_told_with_the_limit_to_raise() {
     cut.algorithm = algorithm(4, 2);
     run(cut).unwrap();
     assert_eq!(warnings(&place, "run"), [begins(5, "cut_off")]);
-    let row = &lines(&place.out("run").join("warnings.jsonl"))[0];
+    let row = &problems(&place, "run")[0];
     assert!(
         row["text"].as_str().unwrap().contains("100 % of them reach the length limit, at 2 tokens"),
         "{row}"
@@ -114,7 +124,7 @@ fn a_policy_that_runs_away_is_told_and_the_checkpoint_before_it_stays() {
     let told = warnings(&place, "run");
     assert_eq!(told.len(), 1, "{told:?}");
     assert_eq!((told[0].1.as_str(), summary.collapsed, summary.steps), ("ran_away", None, 18));
-    let row = &lines(&place.out("run").join("warnings.jsonl"))[0];
+    let row = &problems(&place, "run")[0];
     let text = row["text"].as_str().unwrap();
     assert!(
         text.contains("the mean reward fell from ") && text.contains("Lower AdamWConfig::learning_rate"),
@@ -171,10 +181,7 @@ fn a_resumed_run_tells_what_an_uninterrupted_one_tells() {
         let name = format!("part-{at}");
         assert!(start(&name, Some(at)).interrupted);
         start(&name, None);
-        assert_eq!(
-            lines(&place.out(&name).join("warnings.jsonl")),
-            lines(&place.out("whole").join("warnings.jsonl"))
-        );
+        assert_eq!(problems(&place, &name), problems(&place, "whole"));
     }
 }
 

@@ -36,8 +36,8 @@ class Run {
     this.thinned = false;
     this.detail = null;
     this.latest = {};
+    this.events ??= [];
     this.warnings ??= [];
-    this.warned ??= 0;
   }
 
   /// Takes rows: all of them in buckets, all of them, or those that are new.
@@ -52,19 +52,21 @@ class Run {
     Object.assign(this, { generation: found.generation, capped: found.capped, thinned: found.thinned, evals: found.evaluations, latest: found.last, rows: found.rows });
   }
 
-  /// Fetches new rows and warnings. Returns true if there were any. `progress` is called after each part of a long file.
+  /// Fetches new rows and events. Returns true if there were any. `progress` is called after each part of a long file.
   async fetch(metrics, progress) {
     this.metrics = metrics;
+    if (!this.shown) return false;
     let news = false;
-    if (metrics.warnings !== this.warned) {
-      this.warned = metrics.warnings;
-      this.warnings = paired(await apiJson('warnings', { run: this.at }));
+    if (metrics.events !== this.known) {
+      this.events = await apiJson('marks', { run: this.at });
+      this.known = metrics.events;
+      this.warnings = paired(this.events);
       news = true;
     }
     const wanted = `${metrics.id} ${metrics.bytes}`;
     // All buckets of a long run come again with each step.
     const isSoon = this.thinned && !metrics.done && Date.now() - this.fetched < LONG_EVERY_MS;
-    if (!this.shown || this.bytes === wanted || isSoon) return news;
+    if (this.bytes === wanted || isSoon) return news;
     for (let done = false; !done;) {
       const found = await apiJson('curves', { run: this.at, generation: this.generation || undefined, from: this.thinned ? undefined : this.steps.x.length || undefined, buckets: BUCKETS.find(([runs]) => shownRuns().length > runs)?.[1] });
       this.take(found);
@@ -85,15 +87,12 @@ class Run {
   }
 }
 
-/// Returns the problems of `warnings.jsonl`, each with the step at which it ended.
-function paired(text) {
+/// Returns the training problems among events, each with the step at which it ended.
+function paired(events) {
   const found = [];
-  for (const line of text.split('\n')) {
-    let row;
-    try { row = JSON.parse(line); } catch { continue; }
-    if (typeof row?.step !== 'number' || typeof row.text !== 'string') continue;
-    if (row.begins) found.push({ ...row, until: null });
-    else { const own = found.findLast((other) => other.rule === row.rule); if (own) own.until = row.step; }
+  for (const { step, problem } of events.filter((own) => own.problem)) {
+    if (problem.begins) found.push({ ...problem, step, until: null });
+    else { const own = found.findLast((other) => other.rule === problem.rule); if (own) own.until = step; }
   }
   return found;
 }

@@ -16,13 +16,12 @@ const TIME_POINTS = 800;
 // Settings in which runs of one experiment may differ.
 const SEED_SETTINGS = new Set(['seed', 'data_seed', 'output_dir', 'run_name', 'log_file', 'dashboard', 'dashboard_port', 'prometheus_port', 'report_to', 'resume_from_checkpoint', 'push_to_hub']);
 const LISTED_MARKS = 300;
-const MARKS = { checkpoint: '▲', evaluation: '◆', resumption: '↻', warning: '!', stop: '■' };
+const MARKS = { checkpoint: '▲', evaluation: '◆', resumption: '↻', warning: '!', stop: '■', failure: '✕' };
 
 const [RUN_COLOURS, STACK_COLOURS] = [8, 9];
 let charts = [];
 let root, grid, runs, controls, events, reset, bounds;
 const axis = { smooth: Number(remember('smooth') ?? 0.6), time: remember('x') === 'time', all: false, log: false, clip: false, seeds: false, range: null };
-const marks = new Map();
 
 export function show(main, given, params) {
   runs = given;
@@ -57,7 +56,7 @@ export function show(main, given, params) {
     if (isIntersecting && top < innerHeight) chart.fresh(); else if (isIntersecting) idle(() => { if (chart.seen) chart.fresh(); });
   }), { rootMargin: '200px' });
   rebuild();
-  fetchMarks();
+  listEvents();
 }
 
 let watch;
@@ -104,7 +103,7 @@ export function navigate(params) {
 
 export function update() {
   if (!grid) return;
-  fetchMarks();
+  listEvents();
   const wanted = layout().map((chart) => chart.title).join('\n');
   if (wanted !== charts.map((chart) => chart.spec.title).join('\n') || charts.some((chart) => chart.key !== keyOf(chart.spec))) rebuild();
   else data();
@@ -128,20 +127,13 @@ function lanes(spec) {
   return [...groups.values()].map((members) => ({ members, at: members[0].at, name: members.length > 1 ? `${members[0].name} and ${members.length - 1} more seeds` : members[0].name }));
 }
 
-const fetchMarks = settled(1000, async () => {
-  if (!grid) return;
-  for (const run of shown().slice(0, FULL_RUNS)) {
-    try { marks.set(run.at, await apiJson('marks', { run: run.at })); } catch { marks.set(run.at, []); }
-  }
-  if (!grid) return;
-  listEvents();
-  charts.forEach((chart) => { if (chart.seen) chart.plot?.redraw(false); });
-});
+/// Returns the events of a run that have a sign.
+const marked = (run) => run.events.filter((own) => MARKS[own.kind]);
 
 /// Lists checkpoints, evaluations, warnings and resumptions with their lines of the log.
 function listEvents() {
   const several = runs.length > 1;
-  const all = shown().flatMap((run) => (marks.get(run.at) ?? []).map((own) => ({ ...own, run })));
+  const all = shown().flatMap((run) => marked(run).map((own) => ({ ...own, run })));
   events.hidden = !all.length;
   const counts = Object.keys(MARKS).map((kind) => [kind, all.filter((own) => own.kind === kind).length]).filter(([, count]) => count);
   events.replaceChildren(el('summary', {}, counts.map(([kind, count]) => `${MARKS[kind]} ${count} ${kind}${count > 1 ? 's' : ''}`).join(' · ')),
@@ -502,7 +494,7 @@ class Chart {
   /// Draws a sign for each event at the lower edge. The list above the charts has its line of the log.
   mark(plot, ink) {
     const { left, top, width, height } = plot.bbox;
-    const all = this.lanes.flatMap((lane) => lane.members.flatMap((run) => (marks.get(run.at) ?? []).map((own) => [run, own])));
+    const all = this.lanes.flatMap((lane) => lane.members.flatMap((run) => marked(run).map((own) => [run, own])));
     if (all.length > 200) return;
     plot.ctx.font = `${9 * devicePixelRatio}px system-ui`;
     plot.ctx.textAlign = 'center';

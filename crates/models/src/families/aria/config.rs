@@ -83,7 +83,6 @@ impl AriaConfig {
     }
 
     /// Returns the number of features of a square of this side, or `None` if the projector does not support the side.
-    #[must_use]
     pub fn tokens(&self, side_px: usize) -> Option<usize> {
         self.queries
             .get(&self.grid(side_px).pow(2))
@@ -92,7 +91,6 @@ impl AriaConfig {
     }
 
     /// Returns the sides of squares that the projector supports, in px, ascending.
-    #[must_use]
     pub fn sides(&self) -> Vec<usize> {
         self.queries.keys().map(|patches| patches.isqrt() * self.tower.patch_px).collect()
     }

@@ -68,7 +68,6 @@ impl ProjectorConfig {
     }
 
     /// Returns the side of the output's grid.
-    #[must_use]
     pub fn out_side(&self) -> usize {
         (self.side + 2 * self.padding).saturating_sub(2) / 2 + 1
     }
@@ -188,7 +187,6 @@ pub(super) fn option(key: &str) -> &'static str {
 
 /// Finds the directory of an encoder that a configuration names. An absolute path is used as it is, and a relative name is looked
 /// up in the checkpoint directory. If that fails, the last component is looked up next to the checkpoint directory.
-#[must_use]
 pub fn find_tower(dir: &Path, name: &str) -> Option<PathBuf> {
     let given = Path::new(name);
     let plain = given.components().all(|part| matches!(part, std::path::Component::Normal(_)));

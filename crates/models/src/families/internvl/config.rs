@@ -129,7 +129,6 @@ impl InternVlConfig {
     }
 
     /// Returns the number of tokens of a tile in the prompt.
-    #[must_use]
     pub fn tokens_per_tile(&self) -> usize {
         let side = self.tiles.side_px as usize / self.vision.patch / self.merge;
         side * side

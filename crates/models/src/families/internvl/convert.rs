@@ -23,33 +23,11 @@ use crate::families::Converted;
 use crate::rope::RopeScaling;
 
 /// Fields of a language model's configuration that both layouts keep. Published files contain many that concern other programs.
-const TEXT_KEYS: [&str; 25] = [
-    "attention_bias",
-    "attention_dropout",
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "head_dim",
-    "hidden_act",
-    "hidden_size",
-    "initializer_range",
-    "intermediate_size",
-    "max_position_embeddings",
-    "max_window_layers",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "pad_token_id",
-    "rms_norm_eps",
-    "rope_scaling",
-    "rope_theta",
-    "sliding_window",
-    "tie_word_embeddings",
-    "torch_dtype",
-    "use_cache",
-    "use_sliding_window",
-    "vocab_size",
-];
+const TEXT_KEYS: &str = "attention_bias attention_dropout bos_token_id dtype eos_token_id head_dim hidden_act hidden_size \
+    initializer_range intermediate_size max_position_embeddings max_window_layers \
+    num_attention_heads num_hidden_layers num_key_value_heads pad_token_id rms_norm_eps rope_scaling \
+    rope_theta sliding_window tie_word_embeddings torch_dtype use_cache use_sliding_window \
+    vocab_size";
 
 /// Converts a checkpoint to the other layout; `json` is its `config.json`.
 ///
@@ -124,7 +102,7 @@ fn tensors(params: &[Arc<Param>], from: Layout, to: Layout) -> Result<Vec<Arc<Pa
 fn text_section(json: &ConfigJson, config: &InternVlConfig) -> Result<Map<String, Value>> {
     let section = json.required_section(config.layout.rules().text)?;
     let mut out: Map<String, Value> = section.object().clone();
-    out.retain(|name, _| TEXT_KEYS.contains(&name.as_str()));
+    out.retain(|name, _| TEXT_KEYS.split(' ').any(|key| key == name));
     if let (None, Some(rope)) = (section.section("rope_scaling")?, section.get("rope_parameters"))
         && config.decoder.rope.scaling != RopeScaling::None
     {

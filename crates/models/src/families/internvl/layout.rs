@@ -108,13 +108,11 @@ impl Layout {
     }
 
     /// Returns the layout's name in [`Model::save_as`](crate::Model::save_as).
-    #[must_use]
     pub fn name(self) -> &'static str {
         self.rules().name
     }
 
     /// Returns the layout of this name.
-    #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         [Self::Original, Self::Hf].into_iter().find(|layout| layout.name() == name)
     }

@@ -46,7 +46,6 @@ pub struct VisionConfig {
 
 impl VisionConfig {
     /// Returns the number of values in a patch row.
-    #[must_use]
     pub fn patch_len(&self) -> usize {
         self.channels * self.temporal_patch * self.patch * self.patch
     }

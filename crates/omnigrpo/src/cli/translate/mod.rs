@@ -104,7 +104,7 @@ pub fn translate(
     Ok(write(source, &name, &read))
 }
 
-// The parts of a launch are read in the order in which they override one another.
+// Later parts of a launch override earlier ones.
 fn of_shell(
     text: &str,
     path: &Path,

@@ -59,7 +59,7 @@ pub fn check(resolved: &Resolved, context: &Context) -> Result<()> {
         }
         let allowed = settings.run.rows.text_only;
         let (lines, refusal) = checks::unread_media(&dataset, which, allowed);
-        lines.iter().for_each(|line| out.push_str(&format!("{line}\n")));
+        lines.iter().for_each(|line| out.push_str(&format!("warning: {line}\n")));
         let sees = prompts.as_ref().is_some_and(|prompts| !prompts.family().reads_text_only());
         let is_trained = which == TRAINING && sees && !allowed;
         let text_only = || (is_trained && dataset.is_text_only()).then(|| checks::text_only(&dataset, which));

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use omnigrpo_observe::{Console, Warning, fit};
+use omnigrpo_observe::{Console, Event, TrainingProblem, fit, now};
 use omnigrpo_train::Observer;
 use serde_json::{Map, Value, json};
 
@@ -26,27 +26,14 @@ const MAX_PROBLEMS: usize = 20;
 /// Longest text of a message, in characters. Chat services refuse longer ones.
 const MAX_CHARS: usize = 1500;
 
-/// Reason for a message.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Event {
-    /// All steps are done and the model is written.
-    Done,
-    /// The run was stopped and can be resumed.
-    Stopped,
-    /// The run failed.
-    Failed,
-    /// A training problem began.
-    Problem,
-}
-
-impl Event {
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Done => "done",
-            Self::Stopped => "stopped",
-            Self::Failed => "failed",
-            Self::Problem => "problem",
-        }
+/// Returns the name of the message about an event; `None` without a message.
+fn reason(event: &Event) -> Option<&'static str> {
+    match event {
+        Event::Finished => Some("done"),
+        Event::Stopped { .. } => Some("stopped"),
+        Event::Collapsed { .. } | Event::Failed { .. } => Some("failed"),
+        Event::Problem(TrainingProblem { begins: true, .. }) => Some("problem"),
+        _ => None,
     }
 }
 
@@ -199,16 +186,17 @@ impl Notifier {
         Ok(Self { targets, run: Arc::new(run), console, problems: 0, sending })
     }
 
-    /// Sends a message without waiting for its delivery.
-    fn tell(&self, event: Event, message: &str, step: Option<u64>, rule: Option<&str>) {
-        let body = format!("{}\n", self.body(event, message, step, rule)).into_bytes();
+    /// Sends a message about an event, if it has one, without waiting for the delivery.
+    fn tell(&self, event: &Event, step: Option<u64>) {
+        let Some(reason) = reason(event) else { return };
+        let body = format!("{}\n", self.body(reason, event, step)).into_bytes();
         for target in self.targets.iter() {
             let (target, console, body) = (target.clone(), self.console.clone(), body.clone());
             let delivery = std::thread::Builder::new().spawn(move || {
                 if let Err(why) = target.deliver(&body) {
                     console.warning(&format!(
                         "the message `{}` did not reach `{}`: {why}",
-                        event.name(),
+                        reason,
                         target.shown()
                     ));
                 }
@@ -220,17 +208,18 @@ impl Notifier {
         }
     }
 
-    fn body(&self, event: Event, message: &str, step: Option<u64>, rule: Option<&str>) -> Value {
-        let message = fit(message, MAX_CHARS);
+    fn body(&self, reason: &str, event: &Event, step: Option<u64>) -> Value {
+        let (text, rule) = match event {
+            Event::Problem(problem) => (problem.text.clone(), Some(&problem.rule)),
+            event => (event.line(step.unwrap_or(0)), None),
+        };
+        let message = fit(&text, MAX_CHARS);
         let field = |name: &str| self.run.get(name).and_then(Value::as_str).unwrap_or_default();
         let text = format!("{} on {}: {message}", field("run"), field("host"));
-        let mut body = json!({ "event": event.name(), "message": message, "step": step, "rule": rule });
+        let mut body = json!({ "event": reason, "message": message, "step": step, "rule": rule });
         if let Some(fields) = body.as_object_mut() {
             fields.extend((*self.run).clone());
-            fields.insert(
-                "time".into(),
-                jiff::Timestamp::now().round(jiff::Unit::Second).unwrap_or_default().to_string().into(),
-            );
+            fields.insert("time".into(), now().into());
             // Slack, Mattermost and others show `text`; Discord shows `content`.
             fields.insert("text".into(), text.clone().into());
             fields.insert("content".into(), text.into());
@@ -239,8 +228,8 @@ impl Notifier {
     }
 
     /// Sends the message about the end of the run, and waits for all deliveries. Each of them has a time limit.
-    pub fn end(self, event: Event, message: &str, step: Option<u64>) {
-        self.tell(event, message, step, None);
+    pub fn end(self, event: &Event, step: Option<u64>) {
+        self.tell(event, step);
         let sending = std::mem::take(&mut *self.sending.lock().unwrap_or_else(PoisonError::into_inner));
         for delivery in sending {
             // A panic of the thread has been reported already.
@@ -250,10 +239,11 @@ impl Notifier {
 }
 
 impl Observer for Notifier {
-    fn problem(&mut self, warning: &Warning) {
-        if warning.begins && self.problems < MAX_PROBLEMS {
+    fn event(&mut self, step: u64, event: &Event) {
+        // `end` sends the other messages, after the model has been pushed.
+        if reason(event) == Some("problem") && self.problems < MAX_PROBLEMS {
             self.problems += 1;
-            self.tell(Event::Problem, &warning.text, Some(warning.step), Some(&warning.rule));
+            self.tell(event, Some(step));
         }
     }
 }
@@ -296,7 +286,7 @@ mod tests {
         let to = dir.path().join("got; touch oops");
         let out = Arc::default();
         let spec = format!("cmd:tee '{}'", to.display());
-        notifier(&[&spec], &out).end(Event::Done, "all 8 steps are done", Some(8));
+        notifier(&[&spec], &out).end(&Event::Finished, Some(8));
         let body: Value = serde_json::from_slice(&std::fs::read(&to).unwrap()).unwrap();
         assert!(body["time"].as_str().unwrap().ends_with('Z'));
         let expected = json!({
@@ -335,14 +325,11 @@ mod tests {
         });
         let (out, address) = (Arc::default(), format!("http://127.0.0.1:{port}/services/KEY"));
         let mut sender = notifier(&[&address], &out);
-        let warning = Warning {
-            step: 7,
-            rule: "cut_off".into(),
-            begins: true,
-            since: 3,
-            text: "all are cut off".into(),
+        let problem = |begins| {
+            let (rule, text) = ("cut_off".into(), "all are cut off".into());
+            Event::Problem(TrainingProblem { rule, begins, since: 3, text })
         };
-        sender.problem(&warning);
+        sender.event(7, &problem(true));
         let (head, body) = received.recv().unwrap();
         assert!(head.starts_with("POST /services/KEY HTTP/1.1\r\n"), "{head}");
         assert!(head.to_ascii_lowercase().contains("content-type: application/json"), "{head}");
@@ -351,8 +338,8 @@ mod tests {
             (&json!("problem"), &json!("cut_off"), &json!(7))
         );
         // The end of a problem is no message. A redirect is not followed, and the warning does not contain the key.
-        sender.problem(&Warning { begins: false, ..warning });
-        sender.end(Event::Stopped, "stopped after step 9", Some(9));
+        sender.event(8, &problem(false));
+        sender.end(&Event::Stopped { why: None }, Some(9));
         assert_eq!(received.recv().unwrap().1["event"], "stopped");
         assert_eq!(
             shown(&out),
@@ -365,11 +352,8 @@ mod tests {
     #[test]
     fn a_failed_delivery_is_a_warning() {
         let out = Arc::default();
-        notifier(&["cmd:false --token abc", "cmd:no-such-program-here"], &out).end(
-            Event::Failed,
-            "it failed",
-            None,
-        );
+        let failed = Event::Failed { why: "no".into() };
+        notifier(&["cmd:false --token abc", "cmd:no-such-program-here"], &out).end(&failed, None);
         let text = shown(&out);
         assert!(
             text.contains("the message `failed` did not reach `false`: it ended with exit status: 1"),
@@ -393,11 +377,10 @@ mod tests {
         let out = Arc::default();
         let mut sender = notifier(&[&format!("cmd:tee -a '{}'", to.display())], &out);
         for step in 0..30 {
-            let warning =
-                Warning { step, rule: "cut_off".into(), begins: true, since: 0, text: "x".repeat(9000) };
-            sender.problem(&warning);
+            let (rule, text) = ("cut_off".into(), "x".repeat(9000));
+            sender.event(step, &Event::Problem(TrainingProblem { rule, begins: true, since: 0, text }));
         }
-        sender.end(Event::Done, "", None);
+        sender.end(&Event::Finished, None);
         let text = std::fs::read_to_string(&to).unwrap();
         assert_eq!(text.matches("\"event\":\"problem\"").count(), MAX_PROBLEMS);
         assert!(text.len() < (MAX_PROBLEMS + 1) * 3 * (MAX_CHARS + 200));

@@ -180,17 +180,20 @@ impl Observer for Saved {
             let pushed = model_files(&checkpoint).and_then(|files| {
                 Ok(hub.push(&repo, &files, &format!("Model after step {step}"), &mut |_| {})?)
             });
-            console.line(&match pushed {
-                Ok(pushed) => format!("pushed the checkpoint of step {step} to {}", pushed.url),
-                Err(error) => {
-                    format!("warning: the checkpoint of step {step} was not pushed: {}", told(error.as_ref()))
+            match pushed {
+                Ok(pushed) => {
+                    console.line(&format!("pushed the checkpoint of step {step} to {}", pushed.url));
                 }
-            });
+                Err(error) => {
+                    let why = told(error.as_ref());
+                    console.warning(&format!("the checkpoint of step {step} was not pushed: {why}"));
+                }
+            }
         };
         match std::thread::Builder::new().name("push".to_owned()).spawn(work) {
             Ok(push) => *beside = Some((step, push)),
-            Err(error) => self.console.line(&format!(
-                "warning: the checkpoint of step {step} was not pushed: no thread can be started: {error}"
+            Err(error) => self.console.warning(&format!(
+                "the checkpoint of step {step} was not pushed: no thread can be started: {error}"
             )),
         }
     }

@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, split};
 use omnigrpo_guard::told;
 use omnigrpo_models::{FrozenWeights, SharedDigests};
-use omnigrpo_observe::{DebugLog, Error as LogError, RunLock};
+use omnigrpo_observe::{AskedBy, DebugLog, Error as LogError, Event, RunLock, now};
 use omnigrpo_ops::Device;
 use omnigrpo_ranks::Ranks;
 use omnigrpo_rollout::SamplingParams;
@@ -18,7 +18,7 @@ use omnigrpo_train::{
 };
 use serde_json::{Map, Value};
 
-use super::notify::{Event, Notifier};
+use super::notify::Notifier;
 use super::plan::{self, Planned};
 use super::push::Pusher;
 use super::{Context, print, profile, setup, watch};
@@ -88,20 +88,19 @@ pub fn once(
     observers.extend(notifier.clone().map(|notifier| Box::new(notifier) as Box<dyn Observer>));
     observers.extend(pusher.as_ref().map(Pusher::observer));
     let outcome = run(resolved, context, objective, lock, Box::new(observers));
-    let summary = summary_of(&outcome);
-    let (mut event, mut how) = (event(summary), ending(summary));
-    let step = summary.ok().map(|summary| summary.steps);
+    let mut end = end_of(&outcome);
+    let step = outcome.as_ref().ok().map(|trained| trained.summary.steps);
     let result = outcome.and_then(|trained| {
         report(&trained.summary)?;
         // The push is last, so that the model is written and reported even if the push fails.
         let pusher = pusher.filter(|_| !trained.summary.interrupted);
         pusher.map_or(Ok(()), |pusher| pusher.last(trained.summary.steps)).map(|()| trained)
     });
-    if let (Event::Done, Err(error)) = (event, &result) {
-        (event, how) = (Event::Failed, error.to_string());
+    if let (Event::Finished, Err(error)) = (&end, &result) {
+        end = Event::Failed { why: error.to_string() };
     }
     if let Some(notifier) = notifier {
-        notifier.end(event, &how, step);
+        notifier.end(&end, step);
     }
     result
 }
@@ -158,26 +157,17 @@ fn prepare_in(
     Ok((resolved.clone(), prepared(resolved)?))
 }
 
-/// Summary of a run, or its failure.
-type Outcome<'a> = Result<&'a RunSummary, &'a anyhow::Error>;
-
-fn summary_of(outcome: &Result<Trained>) -> Outcome<'_> {
-    outcome.as_ref().map(|trained| &trained.summary)
-}
-
-/// Returns the kind of end of a run, for its message.
-fn event(outcome: Outcome<'_>) -> Event {
+/// Returns the event with which a run ended.
+fn end_of(outcome: &Result<Trained>) -> Event {
     match outcome {
-        Err(_) | Ok(RunSummary { collapsed: Some(_), .. }) => Event::Failed,
-        Ok(RunSummary { interrupted: true, .. }) => Event::Stopped,
-        Ok(_) => Event::Done,
+        Ok(trained) => trained.summary.end(),
+        Err(error) => Event::Failed { why: error.to_string() },
     }
 }
 
 /// Locks the run directory for this process.
 pub fn take(output_dir: &Path) -> Result<RunLock> {
-    let now = jiff::Timestamp::now().round(jiff::Unit::Second).unwrap_or_default();
-    let holder = format!("process {} on {} since {now}", std::process::id(), host());
+    let holder = format!("process {} on {} since {}", std::process::id(), host(), now());
     RunLock::acquire(output_dir, &holder).map_err(|error| match error {
         LogError::Locked { path, holder } => Problem::failure("the run directory is in use")
             .at(path.display().to_string())
@@ -261,32 +251,20 @@ pub fn run(
         context.console.log(note);
     }
     if !lock.is_exclusive() {
-        context.console.line(
-            "warning: this file system has no locks, so a second run in the same directory would not be detected",
+        context.console.warning(
+            "this file system has no locks, so a second run in the same directory would not be detected",
         );
     }
     let page = if rank == 0 { watch::beside(&resolved.settings, lock.root(), context) } else { Ok(None) };
     let page = together(&context.ranks, page)?;
     let outcome = run_logged(resolved, context, objective, lock, observer);
     if let Some(page) = &page {
-        page.end(&ending(summary_of(&outcome)));
+        let steps = outcome.as_ref().map_or(0, |trained| trained.summary.steps);
+        page.end(&end_of(&outcome).line(steps));
         let dir = resolved.settings.io.output_dir.as_deref().unwrap_or(Path::new("RUN_DIR"));
-        context.console.line(&format!("`omnigrpo watch {}` shows the page again", dir.display()));
+        context.console.notice(&format!("`omnigrpo watch {}` shows the page again", dir.display()));
     }
     outcome
-}
-
-/// Returns a sentence about how a run ended.
-fn ending(outcome: Outcome<'_>) -> String {
-    match outcome {
-        Err(error) => format!("it failed: {error}"),
-        Ok(RunSummary { collapsed: Some(collapse), steps, .. }) => {
-            format!("stopped after step {steps}: {collapse}")
-        }
-        Ok(RunSummary { machine: Some(how), steps, .. }) => format!("stopped after step {steps}: {how}"),
-        Ok(RunSummary { interrupted: true, steps, .. }) => format!("stopped after step {steps}"),
-        Ok(RunSummary { steps, .. }) => format!("all {steps} steps are done"),
-    }
 }
 
 fn run_logged(
@@ -524,12 +502,9 @@ fn install_signals(context: &Context) -> Result<()> {
     // This thread runs until the process ends. Signals also work without it.
     let answer = move || {
         for signal in &mut signals {
-            let what = match console.activity().step() {
-                Some(step) => format!("finishing step {step}, then saving"),
-                None => "finishing the current work".to_owned(),
-            };
-            let more = if signal == SIGUSR1 { "" } else { "; press Ctrl-C again to stop now" };
-            console.line(&format!("{what}{more}"));
+            let asked_by = if signal == SIGUSR1 { AskedBy::Scheduler } else { AskedBy::Interrupt };
+            let within_step = console.activity().step().is_some();
+            console.event(None, &Event::Stopping { asked_by, within_step });
         }
     };
     let _ = std::thread::Builder::new().name("signals".to_owned()).spawn(answer);

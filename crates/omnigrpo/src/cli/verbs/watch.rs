@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use omnigrpo_guard::told;
-use omnigrpo_observe::{Tracker, Trackers};
+use omnigrpo_observe::{AskedBy, Event, Tracker, Trackers};
 use omnigrpo_watch::{Action, Board, Controls, Error, Prometheus, Server, TensorBoard, Wandb, WandbRun};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
@@ -123,7 +123,7 @@ pub fn trackers(
         }
         if wanted(Scraped) {
             let made = Prometheus::start(port, &name).inspect(|one| {
-                console.line(&format!("for Prometheus: http://127.0.0.1:{}/metrics", one.port()));
+                console.notice(&format!("for Prometheus: http://127.0.0.1:{}/metrics", one.port()));
             });
             add("prometheus", made.map(|one| Box::new(one) as _));
         }
@@ -148,13 +148,20 @@ pub fn beside(settings: &Settings, directory: &Path, context: &Context) -> Resul
             return "the run has not begun its first step: ask again then, or press Ctrl-C in its terminal"
                 .to_owned();
         };
-        let (flag, what) = match action {
-            Action::Stop => (&stop, format!("finishing step {step}, then saving and stopping")),
-            Action::Save => (&save, format!("saving a checkpoint after step {step}")),
-        };
-        flag.store(true, Ordering::Relaxed);
-        console.line(&format!("asked by the page: {what}"));
-        what
+        match action {
+            Action::Stop => {
+                stop.store(true, Ordering::Relaxed);
+                let event = Event::Stopping { asked_by: AskedBy::Page, within_step: true };
+                console.event(None, &event);
+                event.line(step)
+            }
+            Action::Save => {
+                save.store(true, Ordering::Relaxed);
+                let what = format!("saving a checkpoint after step {step}, as the page asked");
+                console.line(&what);
+                what
+            }
+        }
     };
     let controls = Controls { act: Box::new(act), activity: context.console.activity().clone() };
     let server =

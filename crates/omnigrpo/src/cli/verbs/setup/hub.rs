@@ -52,7 +52,9 @@ pub fn named_dir(what: &str, name: &str, settings: &Settings) -> Result<PathBuf,
         ));
     }
     fetch(name, hub).map_err(|error| match error {
-        FetchError::NoRepo { .. } | FetchError::Denied { .. } => missing().help(told(&error)),
+        FetchError::NoRepo { .. } | FetchError::Denied { .. } => {
+            missing().got(format!("`{name}`: {}", told(&error)))
+        }
         _ => missing().help(format!("the download failed: {}", told(&error))),
     })
 }

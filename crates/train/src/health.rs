@@ -2,32 +2,23 @@
 //!
 //! [`RULES`] is a single table. A rule reads the last steps and the best values of the steps before them, and decides when its
 //! problem begins and ends. Only the first matching rule is reported if it explains the others. For example, a policy that ran
-//! away
-//! also truncates its completions and earns no reward.
+//! away also truncates its completions and earns no reward.
 
 use std::collections::VecDeque;
 
 use omnigrpo_grpo::metric;
 use omnigrpo_guard::Setting;
-use serde::{Deserialize, Serialize};
+use omnigrpo_observe::{Metric, TrainingProblem};
 
-use crate::Metric;
-
-omnigrpo_guard::settings! {
-    extern AdamWConfig { LEARNING_RATE = learning_rate }
-    extern Algorithm {
-        BETA = loss.beta, CORRECTION = loss.correction.kind, ENTROPY_COEF = loss.entropy_coef,
-        NUM_GENERATIONS = num_generations,
-    }
-    extern RunPlan { CURRICULUM = rows.lessons.curriculum, HIGH = rows.lessons.high, MAX_STEPS = max_steps }
-    extern SamplingParams { MAX_COMPLETION_LENGTH = max_completion_length, TEMPERATURE = temperature }
-    extern TrainSetup { REWARDS = rewards }
-}
+use crate::error::{
+    BETA, CORRECTION, CURRICULUM, ENTROPY_COEF, HIGH, LEARNING_RATE, MAX_COMPLETION_LENGTH, MAX_STEPS,
+    NUM_GENERATIONS, REWARDS, TEMPERATURE,
+};
 
 /// A problem that is visible in the metrics.
 #[derive(Debug)]
 pub struct Rule {
-    /// Name of the rule in `warnings.jsonl`.
+    /// Name of the rule in `events.jsonl`.
     pub name: &'static str,
     /// Short description of the problem, used as the start of the message.
     pub title: &'static str,
@@ -431,21 +422,6 @@ impl Seen<'_> {
     }
 }
 
-/// Beginning or end of a problem.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Warning {
-    /// Step after which the change was found.
-    pub step: u64,
-    /// Name of the [`Rule`].
-    pub rule: String,
-    /// True if the problem begins, false if it ends.
-    pub begins: bool,
-    /// First step that the rule read when the problem began.
-    pub since: u64,
-    /// Message for the user.
-    pub text: String,
-}
-
 /// A problem that has begun and not ended.
 #[derive(Debug)]
 struct Lasting {
@@ -466,7 +442,6 @@ pub struct Health {
 
 impl Health {
     /// Creates the state of a run before its first step.
-    #[must_use]
     pub fn new(aims: Aims) -> Self {
         Self {
             aims,
@@ -477,7 +452,7 @@ impl Health {
     }
 
     /// Adds the metrics of a step and returns the problems that begin or end with it.
-    pub fn add(&mut self, step: u64, metrics: &[Metric]) -> Vec<Warning> {
+    pub fn add(&mut self, step: u64, metrics: &[Metric]) -> Vec<TrainingProblem> {
         self.last.push_back(Step::of(step, metrics, &self.aims));
         // After a collapse, a run is compared with the steps before it.
         let ruined = self.collapse();
@@ -501,7 +476,7 @@ impl Health {
                     let since = (step + 1).saturating_sub(rule.window as u64);
                     let text =
                         format!("{} (steps {since} to {step}): {sign}. {}", rule.title, (rule.advice)());
-                    told.push(Warning { step, rule: name, begins: true, since, text });
+                    told.push(TrainingProblem { rule: name, begins: true, since, text });
                     *lasting = Some(Lasting { since, calm: 0 });
                 }
                 (Some(own), Some(_)) => own.calm = 0,
@@ -510,7 +485,7 @@ impl Health {
                     if own.calm >= rule.window {
                         let since = own.since;
                         let text = format!("ended at step {step}: {} (since step {since})", rule.title);
-                        told.push(Warning { step, rule: name, begins: false, since, text });
+                        told.push(TrainingProblem { rule: name, begins: false, since, text });
                         *lasting = None;
                     }
                 }
@@ -528,14 +503,12 @@ impl Health {
     }
 
     /// Returns the ongoing collapse and its first step.
-    #[must_use]
     pub fn collapse(&self) -> Option<(&'static Rule, u64)> {
         let mut all = RULES.iter().zip(&self.lasting).filter(|(rule, _)| rule.collapse);
         all.find_map(|(rule, lasting)| Some((rule, lasting.as_ref()?.since)))
     }
 
     /// Returns the first step of the oldest ongoing problem.
-    #[must_use]
     pub fn since(&self) -> Option<u64> {
         self.lasting.iter().flatten().map(|own| own.since).min()
     }
@@ -549,10 +522,10 @@ mod tests {
         health: &mut Health,
         steps: std::ops::RangeInclusive<u64>,
         metrics: &[(&str, f64)],
-    ) -> Vec<Warning> {
+    ) -> Vec<(u64, TrainingProblem)> {
         let metrics: Vec<Metric> =
             metrics.iter().map(|(name, value)| ((*name).to_owned(), Some(*value))).collect();
-        steps.flat_map(|step| health.add(step, &metrics)).collect()
+        steps.flat_map(|step| health.add(step, &metrics).into_iter().map(move |own| (step, own))).collect()
     }
 
     #[test]
@@ -577,17 +550,19 @@ mod tests {
         assert_eq!(told(&mut health, 1..=2, &gap(0.0312)), []);
         let begins = told(&mut health, 3..=9, &gap(0.0312));
         assert_eq!(begins.len(), 1);
-        assert_eq!((begins[0].step, begins[0].since, begins[0].begins), (3, 1, true));
+        let (step, begin) = &begins[0];
+        assert_eq!((*step, begin.since, begin.begins), (3, 1, true));
         let text = "the rollout and training disagree (steps 1 to 3): their log-probabilities differ by 0.031 nats on average \
                     and 1.25 at most; up to 0.02 is ordinary. The loss takes both for the same policy. Set \
                     Algorithm::loss.correction.kind, which weighs each token or completion by the difference";
-        assert_eq!(begins[0].text, text);
+        assert_eq!(begin.text, text);
         assert_eq!(health.since(), Some(1));
         // The median of three steps is below the bound from the second step on.
         let ends = told(&mut health, 10..=20, &gap(0.001));
         assert_eq!(ends.len(), 1);
-        assert_eq!((ends[0].step, ends[0].begins, ends[0].rule.as_str()), (13, false, "large_gap"));
-        assert_eq!(ends[0].text, "ended at step 13: the rollout and training disagree (since step 1)");
+        let (step, end) = &ends[0];
+        assert_eq!((*step, end.begins, end.rule.as_str()), (13, false, "large_gap"));
+        assert_eq!(end.text, "ended at step 13: the rollout and training disagree (since step 1)");
         assert_eq!((health.since(), health.collapse().is_none()), (None, true));
         let mut corrected = Health::new(Aims { corrected: true, ..Aims::default() });
         assert_eq!(told(&mut corrected, 1..=9, &gap(0.5)), []);
@@ -609,15 +584,15 @@ mod tests {
         // A run with a learning rate of 0.5 logs one good step.
         assert_eq!(told(&mut health, 1..=1, &step(0.375, 0.0, 0.0)), []);
         let begins = told(&mut health, 2..=60, &step(0.0, 16.8, 1.0));
-        let found: Vec<_> = begins.iter().map(|one| (one.step, one.rule.as_str())).collect();
+        let found: Vec<_> = begins.iter().map(|(step, own)| (*step, own.rule.as_str())).collect();
         assert_eq!(found, [(6, "ran_away")], "neither that all are cut off nor that none earns anything");
-        assert!(begins[0].text.contains(
+        assert!(begins[0].1.text.contains(
             "the mean reward fell from 0.375 to 0.000, KL is 16.8 nats, 100 % of the completions are cut off"
         ));
         assert_eq!(health.collapse().map(|(rule, since)| (rule.name, since)), Some(("ran_away", 2)));
         let ends = told(&mut health, 61..=80, &step(0.4, 0.1, 0.0));
         assert_eq!(
-            ends.iter().map(|one| (one.begins, one.rule.as_str())).collect::<Vec<_>>(),
+            ends.iter().map(|(_, own)| (own.begins, own.rule.as_str())).collect::<Vec<_>>(),
             [(false, "ran_away")]
         );
     }

@@ -1,13 +1,12 @@
 //! Runs that went well trigger no rule. `healthy/*.csv` are the metrics of `omnigrpo demo` and of the runs of `bench/learning`, with
 //! three digits; `python3 tools/watch/healthy.py RUN_DIR "NAME LEAST BEST WEIGHT, …" > FILE` makes such a file.
-#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
-
 use std::path::Path;
 
-use omnigrpo_observe::{Aims, Health, Metric, Warning};
+use omnigrpo_observe::{Metric, TrainingProblem};
+use omnigrpo_train::{Aims, Health};
 
 /// Returns the warnings of a run, and its number of steps. The first line names each reward with its range and weight.
-fn told(text: &str) -> (Vec<Warning>, u64) {
+fn told(text: &str) -> (Vec<(u64, TrainingProblem)>, u64) {
     let mut lines = text.lines();
     let (_, rewards) = lines.next().unwrap().rsplit_once(": ").unwrap();
     let mut aims = Aims { range: Some((0.0, 0.0)), ..Aims::default() };
@@ -24,14 +23,14 @@ fn told(text: &str) -> (Vec<Warning>, u64) {
         step += 1;
         let values = line.split(',').map(|value| value.parse().ok());
         let metrics: Vec<Metric> = names.iter().map(|name| (*name).to_owned()).zip(values).collect();
-        warnings.extend(health.add(step, &metrics));
+        warnings.extend(health.add(step, &metrics).into_iter().map(|own| (step, own)));
     }
     (warnings, step)
 }
 
 #[test]
 fn runs_that_went_well_are_told_nothing() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/healthy");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/run/healthy");
     let mut steps = 0;
     for file in std::fs::read_dir(folder).unwrap() {
         let path = file.unwrap().path();
@@ -54,6 +53,6 @@ fn a_collapse_at_the_end_of_such_a_run_is_told() {
     };
     let row = names.iter().map(ruined).collect::<Vec<_>>().join(",");
     let (warnings, _) = told(&format!("{text}{}", format!("{row}\n").repeat(30)));
-    let found: Vec<_> = warnings.iter().map(|own| (own.step, own.rule.as_str())).collect();
+    let found: Vec<_> = warnings.iter().map(|(step, own)| (*step, own.rule.as_str())).collect();
     assert_eq!(found, [(703, "ran_away")]);
 }
