@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::Result;
 use omnigrpo_data::Dataset;
 use omnigrpo_guard::{inside, told};
-use omnigrpo_models::PromptBuilder;
+use omnigrpo_models::{FrozenWeights, PromptBuilder};
 use omnigrpo_rewards::{Compat, Corpus, RewardSet, opened_tag, spec_files};
 use omnigrpo_scorers::{RewardModel, ScorerOptions};
 
@@ -51,6 +51,7 @@ pub fn rewards(
         name.map(|name| named_dir("the model", &name, settings).map_err(|problem| problem.at(flag)))
             .transpose()
     };
+    let weights = FrozenWeights { arithmetic: super::arithmetic(settings), ..asked.scorers.weights.clone() };
     let pictures = wants("explanation") && asked.scorers.explanation_clip_weight > 0.0;
     let scorers = ScorerOptions {
         clip_model: dir("--clip_model", pictures, &asked.scorers.clip_model)?,
@@ -58,6 +59,7 @@ pub fn rewards(
         explanation_compat: options.compat.contains(&Compat::S4Explanation),
         bertscore_model: dir("--bertscore_model", wants("bertscore"), &asked.scorers.bertscore_model)?,
         frequencies: options.cider.clone(),
+        weights: weights.clone(),
         references: corpus.map_or_else(Vec::new, |corpus| corpus.texts.clone()),
         ..asked.scorers.clone()
     };
@@ -77,7 +79,7 @@ pub fn rewards(
         let at = |problem: Problem| problem.at("--reward_funcs");
         let dir = named_dir("the reward model", place, settings).map_err(at)?;
         let render = settings.prompts.render.clone();
-        let model = RewardModel::load(name, &dir, asked.scorers.weights.clone(), render).map_err(|e| {
+        let model = RewardModel::load(name, &dir, weights.clone(), render).map_err(|e| {
             at(Problem::failure(format!("the reward model `{place}` cannot be used")).got(told(&e)))
         })?;
         made.push(Box::new(model));
