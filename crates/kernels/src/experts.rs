@@ -14,6 +14,7 @@ use std::ops::Range;
 use crate::linear::{self, Gradient, Layer};
 use crate::mat::{Mat, MatMut, check};
 use crate::parallel::tasks;
+use crate::paths::Path;
 use crate::profile::{self, Op, span};
 use crate::{Weight, buffer};
 
@@ -139,9 +140,9 @@ pub fn backward_input(dy: Mat, w: Weight, groups: Groups) -> Vec<f32> {
     }
 }
 
-/// Adds the gradient of [`forward`] with respect to `w` to `dw [experts · k, n]`: `xᵀ dy` over the places of each expert. `bf16`
-/// is true if the weight is stored as bf16.
-pub fn backward_weight(dy: Mat, x: Mat, groups: Groups, bf16: bool, dw: MatMut) {
+/// Adds the gradient of [`forward`] with respect to `w` to `dw [experts · k, n]`: `xᵀ dy` over the places of each expert.
+/// `rounding` is that of the weight ([`Weight::rounding`]).
+pub fn backward_weight(dy: Mat, x: Mat, groups: Groups, rounding: Option<Path>, dw: MatMut) {
     let ((places, k), n) = (x.dims(), dy.cols);
     check!(
         "experts, gradient of the weight",
@@ -155,7 +156,7 @@ pub fn backward_weight(dy: Mat, x: Mat, groups: Groups, bf16: bool, dw: MatMut) 
     groups.each(k * n, |expert, rows| {
         // SAFETY: each expert is computed by one task.
         let dw = unsafe { dw.at_rows(expert * k..(expert + 1) * k) };
-        let gradient = Gradient { dw, col: 0, bf16 };
+        let gradient = Gradient { dw, col: 0, rounding };
         linear::backward_weight(x.row_range(rows.clone()), dy.row_range(rows), &mut [gradient]);
     });
 }

@@ -32,6 +32,7 @@
 
 #[macro_use]
 mod simd;
+mod arithmetic;
 mod gemm;
 mod mat;
 mod microkernel;
@@ -66,9 +67,11 @@ use std::ops::Range;
 
 use half::bf16;
 
+use paths::Path;
+
+pub use arithmetic::Arithmetic;
 pub use mat::{Mat, MatMut};
 pub use simd::{Instructions, limit_instructions};
-pub use tiles::rounds_bf16;
 
 /// The elements of a weight in row-major order, in the dtype in which they are stored.
 #[derive(Clone, Copy, Debug)]
@@ -100,16 +103,17 @@ impl<'a> Stored<'a> {
     }
 }
 
-/// A weight matrix `[n, k]`.
+/// A weight matrix `[n, k]`, and how a CPU multiplies with it.
 #[derive(Clone, Copy, Debug)]
 pub struct Weight<'a> {
     stored: Stored<'a>,
     n: usize,
     k: usize,
+    arithmetic: Arithmetic,
 }
 
 impl<'a> Weight<'a> {
-    /// Creates a weight of `n` rows of `k` elements.
+    /// Creates a weight of `n` rows of `k` elements, with the default arithmetic.
     ///
     /// # Panics
     /// Panics if `stored` does not have `n · k` elements.
@@ -117,7 +121,13 @@ impl<'a> Weight<'a> {
     #[track_caller]
     pub fn new(stored: Stored<'a>, n: usize, k: usize) -> Self {
         assert!(stored.len() == n * k, "{} elements for a weight of {n}×{k}", stored.len());
-        Self { stored, n, k }
+        Self { stored, n, k, arithmetic: Arithmetic::default() }
+    }
+
+    /// Multiplies with this weight by this arithmetic.
+    #[must_use]
+    pub fn with(self, arithmetic: Arithmetic) -> Self {
+        Self { arithmetic, ..self }
     }
 
     #[must_use]
@@ -148,6 +158,18 @@ impl<'a> Weight<'a> {
     }
 
     #[must_use]
+    pub fn arithmetic(self) -> Arithmetic {
+        self.arithmetic
+    }
+
+    /// Returns the path of products with this weight if it is stored as bf16, else `None`. Such products round both factors to
+    /// bf16, unless the path widens.
+    #[must_use]
+    pub fn rounding(self) -> Option<Path> {
+        self.is_bf16().then(|| self.arithmetic.path())
+    }
+
+    #[must_use]
     pub fn rows(self, rows: Range<usize>) -> Self {
         let elements = rows.start * self.k..rows.end * self.k;
         let stored = match self.stored {
@@ -155,13 +177,13 @@ impl<'a> Weight<'a> {
             Stored::Bf16(w) => Stored::Bf16(&w[elements]),
             Stored::Quantised(w) => Stored::Quantised(w.rows(rows.start, rows.end)),
         };
-        Self { stored, n: rows.len(), k: self.k }
+        Self { stored, n: rows.len(), ..self }
     }
 }
 
 impl<'a> From<quant::QuantRows<'a>> for Weight<'a> {
     fn from(w: quant::QuantRows<'a>) -> Self {
         let (n, k) = w.dims();
-        Self { stored: Stored::Quantised(w), n, k }
+        Self { stored: Stored::Quantised(w), n, k, arithmetic: Arithmetic::default() }
     }
 }

@@ -326,11 +326,11 @@ pub fn backward(
         let layers = [Layer::new(head.weight.rows(chunk.clone()))];
         linear::backward_input_into(dlogits, &layers, true, sum.again().row_range(block.clone()));
         if let Some(dhead) = &mut dhead {
-            let (dw, bf16) = (dhead.again().row_range(chunk), head.weight.is_bf16());
+            let (dw, rounding) = (dhead.again().row_range(chunk), head.weight.rounding());
             linear::backward_weight(
                 dlogits,
                 hidden.row_range(block),
-                &mut [linear::Gradient { dw, col: 0, bf16 }],
+                &mut [linear::Gradient { dw, col: 0, rounding }],
             );
         }
     });

@@ -1,4 +1,5 @@
-//! Choice of the instructions that multiply bf16 weights, by CPU model or by the user's setting.
+//! Choice of the instructions that multiply bf16 weights, by CPU model unless the weight says otherwise
+//! ([`Arithmetic`](crate::Arithmetic)).
 //!
 //! There are two ways to multiply a bf16 weight. The first widens it to f32 and rounds nothing. The second also rounds the other
 //! factor to bf16 and sums products of pairs, in vectors (`VDPBF16PS`, AVX512-BF16) or in matrix tiles (AMX).
@@ -12,16 +13,14 @@
 
 use std::ops::RangeInclusive;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU8, Ordering};
 
 use crate::{probe, tiles};
 
 /// A way to multiply by bf16 weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Path {
     /// Widening to f32, without rounding.
-    Widened = 1,
+    Widened,
     /// Products of bf16 pairs in vectors.
     Dot,
     /// Products of bf16 in matrix tiles.
@@ -176,44 +175,12 @@ pub static TABLE: &[Row] = &[
     row(INTEL, 6, 173..=174, "Granite Rapids", false, None),
 ];
 
-/// Path that [`choose`] has set, or 0 if none is set.
-static CHOSEN: AtomicU8 = AtomicU8::new(0);
-
-/// Error of [`choose`]: the path does not work on this CPU.
+/// Error of [`Arithmetic::check`](crate::Arithmetic::check): the path does not work on this CPU.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("this machine cannot use the path {:?} for products with bf16 weights: {why}", path.name())]
 pub struct Unavailable {
     pub path: Path,
     pub why: &'static str,
-}
-
-/// Sets the path of products with bf16 weights. With `None`, the CPU model decides. Do not call this function while a kernel
-/// runs.
-///
-/// # Errors
-/// Returns an error if the path does not work on this machine.
-pub fn choose(path: Option<Path>) -> Result<(), Unavailable> {
-    if let Some(path) = path.filter(|path| !path.works()) {
-        return Err(Unavailable { path, why: path.why() });
-    }
-    CHOSEN.store(path.map_or(0, |path| path as u8), Ordering::Relaxed);
-    Ok(())
-}
-
-/// Returns the path that the last call of [`choose`] set.
-#[must_use]
-pub fn chosen() -> Option<Path> {
-    let chosen = CHOSEN.load(Ordering::Relaxed);
-    Path::ALL.into_iter().find(|path| *path as u8 == chosen)
-}
-
-/// Returns the path of products with bf16 weights. Products that widen 8-bit or 4-bit weights use it too.
-#[must_use]
-pub fn path() -> Path {
-    chosen().filter(|path| path.works()).unwrap_or_else(|| match Cpu::here() {
-        Some(cpu) => cpu.path(Path::Amx.works(), Path::Dot.works()),
-        None => Path::Widened,
-    })
 }
 
 #[cfg(test)]
@@ -273,16 +240,5 @@ mod tests {
         assert_eq!(of(INTEL, 0x0008_06f8), (6, 143));
         assert_eq!(of(AMD, 0x00a1_0f11), (25, 0x11));
         assert_eq!(of(AMD, 0x00b0_0f21), (26, 2));
-    }
-
-    #[test]
-    fn an_unavailable_path_is_refused() {
-        for path in Path::ALL {
-            match choose(Some(path)) {
-                Ok(()) => assert_eq!(super::path(), path),
-                Err(error) => assert!(!path.works() && error.to_string().contains(path.name()), "{error}"),
-            }
-        }
-        choose(None).unwrap();
     }
 }

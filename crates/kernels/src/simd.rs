@@ -24,7 +24,8 @@ static LIMIT: AtomicU8 = AtomicU8::new(Instructions::Best as u8);
 
 /// Limits the instructions that kernels of this process use. By default there is no limit.
 ///
-/// The function is intended for tests and for comparing machines. Do not call it while a kernel runs.
+/// The function is intended for tests and for comparing machines: it makes the process behave as if it ran on another CPU, so all
+/// its kernels follow it. Do not call it while a kernel runs.
 pub fn limit_instructions(to: Instructions) {
     LIMIT.store(to as u8, Ordering::Relaxed);
 }

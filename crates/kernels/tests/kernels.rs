@@ -10,6 +10,10 @@ pub fn choose_instructions() -> f64 {
     1.0
 }
 
+/// How the tests multiply with weights of fewer than 32 bits.
+#[allow(dead_code)]
+pub const ARITHMETIC: Arithmetic = Arithmetic { bf16_products: None, keeps_inputs: false };
+
 use std::collections::HashMap;
 
 use common::{check_gradient, close, dot, noise, wide, with_threads};
@@ -21,9 +25,10 @@ use omnigrpo_kernels::experts::{self, Choices, Groups};
 use omnigrpo_kernels::linear::{Gradient, Layer};
 use omnigrpo_kernels::logprob::{Head, Scores, Statistics, Targets};
 use omnigrpo_kernels::optim::AdamW;
+use omnigrpo_kernels::paths::Path;
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 use omnigrpo_kernels::{
-    Mat, MatMut, Stored, Weight, embedding, linear, logprob, norm, optim, rope, rounds_bf16, scale, twin,
+    Arithmetic, Mat, MatMut, Stored, Weight, embedding, linear, logprob, norm, optim, rope, scale, twin,
 };
 
 const ACTIVATIONS: [Activation; 4] =
@@ -33,6 +38,16 @@ type Case = HashMap<String, Vec<f64>>;
 
 fn torch() -> HashMap<String, Case> {
     serde_json::from_str(include_str!("data/torch.json")).unwrap()
+}
+
+/// Returns a bf16 weight with the arithmetic of this program.
+fn bf16_weight(w: &[bf16], n: usize, k: usize) -> Weight<'_> {
+    Weight::bf16(w, n, k).with(crate::ARITHMETIC)
+}
+
+/// Returns the rounding of a gradient, by the dtype of its weight.
+fn rounding(bf16: bool) -> Option<Path> {
+    bf16.then(|| crate::ARITHMETIC.path())
 }
 
 fn narrow(x: &[f64]) -> Vec<f32> {
@@ -60,7 +75,7 @@ fn unspread(y: &[f32], rows: usize, width: usize, stride: usize) -> Vec<f32> {
 
 /// Returns the factors that a product with such a weight multiplies: instructions for bf16 take only bf16.
 fn factor(x: &[f32], bf16_weight: bool) -> Vec<f64> {
-    if bf16_weight && rounds_bf16() {
+    if bf16_weight && crate::ARITHMETIC.rounds_bf16() {
         return x.iter().map(|&x| bf16::from_f32(x).to_f64()).collect();
     }
     wide(x)
@@ -90,7 +105,7 @@ fn linear_matches_its_twin() {
         let (x_wide, dy_wide) = (spread(&x, m, k, xs), spread(&dy, m, n, ys));
         let (x_wide, dy_wide) =
             (Mat::new(&x_wide, m, xs).columns(0..k), Mat::new(&dy_wide, m, ys).columns(0..n));
-        for (w, values) in [(Weight::f32(&w, n, k), &w), (Weight::bf16(&narrow_w, n, k), &rounded)] {
+        for (w, values) in [(Weight::f32(&w, n, k), &w), (bf16_weight(&narrow_w, n, k), &rounded)] {
             let bf16 = w.is_bf16();
             let (x64, w64, dy64) = (factor(&x, bf16), wide(values), factor(&dy, bf16));
             let (x64, w64) = (Mat::new(&x64, m, k), Mat::new(&w64, n, k));
@@ -118,7 +133,8 @@ fn linear_matches_its_twin() {
                 close(&unspread(&dx, m, k, xs), &dx64.iter().map(|d| d + start).collect::<Vec<_>>(), 2e-6);
             }
             let (mut dw, mut db) = (vec![0.25; n * k], vec![0.25; n]);
-            let mut gradient = [Gradient { dw: MatMut::new(&mut dw, n, k), col: 0, bf16 }];
+            let mut gradient =
+                [Gradient { dw: MatMut::new(&mut dw, n, k), col: 0, rounding: rounding(bf16) }];
             linear::backward_weight(dy_wide, x_wide, &mut gradient);
             linear::backward_bias(dy_wide, &mut db);
             close(&dw, &dw64.iter().map(|d| d + 0.25).collect::<Vec<_>>(), 2e-6);
@@ -136,7 +152,7 @@ fn layers_with_one_input_are_one_call() {
     let weights: Vec<Vec<f32>> = (3..).zip(widths).map(|(seed, n)| noise(n * k, seed)).collect();
     let narrow_w: Vec<bf16> = weights[1].iter().map(|&w| bf16::from_f32(w)).collect();
     let w = |i: usize| match i {
-        1 => Weight::bf16(&narrow_w, widths[1], k),
+        1 => bf16_weight(&narrow_w, widths[1], k),
         i => Weight::f32(&weights[i], widths[i], k),
     };
     let bias = noise(37, 9);
@@ -161,7 +177,11 @@ fn layers_with_one_input_are_one_call() {
     let mut gradients: Vec<Gradient> = dws
         .iter_mut()
         .enumerate()
-        .map(|(i, dw)| Gradient { dw: MatMut::new(dw, widths[i], k), col: cols[i], bf16: w(i).is_bf16() })
+        .map(|(i, dw)| Gradient {
+            dw: MatMut::new(dw, widths[i], k),
+            col: cols[i],
+            rounding: w(i).rounding(),
+        })
         .collect();
     linear::backward_weight(dy, x, &mut gradients);
     let mut dx64 = vec![0.0; m * k];
@@ -190,7 +210,7 @@ fn many_rows_and_long_sums_match_their_twin() {
     let (x, w, dy, bias) = (noise(m * k, 1), noise(n * k, 2), noise(k * m, 3), noise(n, 4));
     let narrow_w: Vec<bf16> = w.iter().map(|&w| bf16::from_f32(w)).collect();
     let rounded: Vec<f32> = narrow_w.iter().map(|w| w.to_f32()).collect();
-    for (w, values) in [(Weight::f32(&w, n, k), &w), (Weight::bf16(&narrow_w, n, k), &rounded)] {
+    for (w, values) in [(Weight::f32(&w, n, k), &w), (bf16_weight(&narrow_w, n, k), &rounded)] {
         let run = |x: Mat| linear::forward(x, &[Layer { w, bias: Some(&bias) }]);
         let all = Mat::new(&x, m, k);
         let y = run(all);
@@ -203,7 +223,7 @@ fn many_rows_and_long_sums_match_their_twin() {
     let x = noise(k * n, 4);
     for bf16 in [false, true] {
         let mut dw = vec![0.0; m * n];
-        let mut gradients = [Gradient { dw: MatMut::new(&mut dw, m, n), col: 0, bf16 }];
+        let mut gradients = [Gradient { dw: MatMut::new(&mut dw, m, n), col: 0, rounding: rounding(bf16) }];
         linear::backward_weight(Mat::new(&dy, k, m), Mat::new(&x, k, n), &mut gradients);
         let (dy, x, w) = (factor(&dy, bf16), factor(&x, bf16), wide(&noise(m * n, 5)));
         let (dy, x, w) = (Mat::new(&dy, k, m), Mat::new(&x, k, n), Mat::new(&w, m, n));
@@ -218,7 +238,7 @@ fn few_long_rows_match_their_twin() {
         let (x, w, bias) = (noise(9 * k, 1), noise(n * k, 2), noise(n, 3));
         let narrow_w: Vec<bf16> = w.iter().map(|&w| bf16::from_f32(w)).collect();
         let rounded: Vec<f32> = narrow_w.iter().map(|w| w.to_f32()).collect();
-        for (w, values) in [(Weight::f32(&w, n, k), &w), (Weight::bf16(&narrow_w, n, k), &rounded)] {
+        for (w, values) in [(Weight::f32(&w, n, k), &w), (bf16_weight(&narrow_w, n, k), &rounded)] {
             let run = |m: usize| {
                 let mut y = vec![0.5; m * n];
                 let x = Mat::new(&x[..m * k], m, k);
@@ -253,7 +273,7 @@ fn layers_of_any_kind_equal_separate_calls() {
         Layer { w: part(&eight, 0, n), bias: Some(&bias[..]) },
         Layer { w: part(&eight, 5, 37), bias: None },
         Layer { w: Weight::f32(&w, n, k), bias: None },
-        Layer { w: Weight::bf16(&narrow, n, k), bias: Some(&bias[..]) },
+        Layer { w: bf16_weight(&narrow, n, k), bias: Some(&bias[..]) },
         Layer { w: part(&four, 0, 21), bias: Some(&bias[..21]) },
         Layer { w: part(&four, 21, 32), bias: None },
         Layer { w: part(&four, 32, 33), bias: Some(&bias[..1]) },
@@ -310,7 +330,7 @@ fn returned_memory_is_written_completely() {
         );
         let of = [
             eight.rows().into(),
-            Weight::bf16(&narrow_w, widths[1], k),
+            bf16_weight(&narrow_w, widths[1], k),
             Weight::f32(&weights[2], widths[2], k),
             four.rows().into(),
         ];
@@ -357,7 +377,7 @@ fn linear_holds_its_precision_at_all_sizes() {
     for bits in [0x7fc0_0000, 0x7fff_ffff, 0xffff_ffff, 0x7f80_0001, 0x7f80_0000] {
         let mut x = noise(m * k, 1);
         x[5 * k + 7] = f32::from_bits(bits);
-        for w in [Weight::f32(&w, n, k), Weight::bf16(&narrow_w, n, k)] {
+        for w in [Weight::f32(&w, n, k), bf16_weight(&narrow_w, n, k)] {
             for kernel in [linear::forward_into, linear::forward_rows_into] {
                 let mut y = vec![0.0; m * n];
                 kernel(Mat::new(&x, m, k), &[Layer::new(w)], false, MatMut::new(&mut y, m, n));
@@ -375,7 +395,7 @@ fn rows_do_not_depend_on_the_batch() {
     let rows = 70;
     let (x, w, bias) = (noise(rows * k, 1), noise(n * k, 2), noise(n, 3));
     let narrow_w: Vec<bf16> = w.iter().map(|&w| bf16::from_f32(w)).collect();
-    for w in [Weight::f32(&w, n, k), Weight::bf16(&narrow_w, n, k)] {
+    for w in [Weight::f32(&w, n, k), bf16_weight(&narrow_w, n, k)] {
         for kernel in [linear::forward_into, linear::forward_rows_into] {
             let run = |first: usize, m: usize| {
                 let mut y = vec![0.0; m * n];
@@ -400,14 +420,14 @@ pub fn everything(m: usize, k: usize, n: usize, v: usize) -> Vec<Vec<f32>> {
     let half: Vec<bf16> = w.iter().map(|&w| bf16::from_f32(w)).collect();
     let (x, dy) = (Mat::new(&x, m, k), Mat::new(&dy, m, n));
     let mut out = Vec::new();
-    for w in [Weight::f32(&w, n, k), Weight::bf16(&half, n, k)] {
+    for w in [Weight::f32(&w, n, k), bf16_weight(&half, n, k)] {
         let (mut rows, layers) = (vec![0.0; m * n], [Layer::new(w)]);
         linear::forward_rows_into(x, &layers, false, MatMut::new(&mut rows, m, n));
         out.extend([linear::forward(x, &layers), rows, linear::backward_input(dy, &layers)]);
     }
     for bf16 in [false, true] {
         let mut dw = vec![0.0; n * k];
-        let gradient = Gradient { dw: MatMut::new(&mut dw, n, k), col: 0, bf16 };
+        let gradient = Gradient { dw: MatMut::new(&mut dw, n, k), col: 0, rounding: rounding(bf16) };
         linear::backward_weight(dy, x, &mut [gradient]);
         out.push(dw);
     }
@@ -608,7 +628,7 @@ fn log_probabilities_match_their_twin() {
         let temperature = 0.6;
         let t64 = f64::from(temperature);
         for (weight, values) in
-            [(Weight::f32(&head, v, h), &head), (Weight::bf16(&narrow_head, v, h), &rounded)]
+            [(Weight::f32(&head, v, h), &head), (bf16_weight(&narrow_head, v, h), &rounded)]
         {
             let (head, bf16) = (Head { weight, temperature }, weight.is_bf16());
             let (hidden64, head64) = (factor(&hidden, bf16), wide(values));
@@ -629,7 +649,7 @@ fn log_probabilities_match_their_twin() {
                 let gradient = logprob::Gradient { logp: &dlogp64, entropy: own };
                 let mut dlogits = twin::logit_gradients(gradient, hidden64, head64, targets, t64);
                 let mut bound = 5e-6;
-                if bf16 && rounds_bf16() {
+                if bf16 && crate::ARITHMETIC.rounds_bf16() {
                     // The gradient is a factor too. Some elements are so near the middle of two bf16 that the kernel
                     // takes the other one.
                     dlogits = factor(&narrow(&dlogits), true);
@@ -698,8 +718,8 @@ fn experts_match_their_twins() {
         eight.rows().widen(&mut widened);
         let weights = [
             (Weight::f32(&w, e * k, n), &w),
-            (Weight::bf16(&narrow_w, e * k, n), &rounded),
-            (eight.rows().into(), &widened),
+            (bf16_weight(&narrow_w, e * k, n), &rounded),
+            (Weight::from(eight.rows()).with(crate::ARITHMETIC), &widened),
         ];
         let (x32, dy32) = (Mat::new(&x, places, k), Mat::new(&dy, places, n));
         for (weight, values) in weights {
@@ -718,7 +738,7 @@ fn experts_match_their_twins() {
                 twin::experts_backward(Mat::new(&dy64, places, n), Mat::new(&x64, places, k), w64, groups);
             close(&experts::backward_input(dy32, weight, groups), &dx64, 2e-6);
             let mut dw = vec![0.25; e * k * n];
-            experts::backward_weight(dy32, x32, groups, bf16, MatMut::new(&mut dw, e * k, n));
+            experts::backward_weight(dy32, x32, groups, weight.rounding(), MatMut::new(&mut dw, e * k, n));
             close(&dw, &dw64.iter().map(|d| d + 0.25).collect::<Vec<_>>(), 2e-6);
             // Compute the last place of the first expert that has places alone.
             if let Some(own) = counts.iter().position(|&count| count > 0) {
@@ -766,7 +786,7 @@ fn embeddings_gather_and_scatter() {
     let narrow_table: Vec<bf16> = table.iter().map(|&w| bf16::from_f32(w)).collect();
     let y = embedding::gather(Weight::f32(&table, vocab, h), &ids);
     assert_eq!(wide(&y), twin::gather(Mat::new(&wide(&table), vocab, h), &ids));
-    let y = embedding::gather(Weight::bf16(&narrow_table, vocab, h), &ids);
+    let y = embedding::gather(bf16_weight(&narrow_table, vocab, h), &ids);
     assert_eq!(y[h], narrow_table[0].to_f32());
     let dy = noise(ids.len() * h, 2);
     let mut d = vec![0.5; vocab * h];
@@ -811,7 +831,7 @@ fn mixed_rows_are_added_and_their_gradient_is_the_transpose() {
     }
     let half: Vec<bf16> = table.iter().map(|&x| bf16::from_f32(x)).collect();
     let mut y16 = vec![0.0; 3 * h];
-    embedding::add_rows(Weight::bf16(&half, vocab, h), &mix, MatMut::new(&mut y16, 3, h));
+    embedding::add_rows(bf16_weight(&half, vocab, h), &mix, MatMut::new(&mut y16, 3, h));
     assert_eq!(y16[..h], half[4 * h..].iter().map(|x| x.to_f32()).collect::<Vec<_>>()[..]);
 
     let dy = noise(3 * h, 2);

@@ -5,11 +5,15 @@
 #[path = "kernels.rs"]
 mod kernel_tests;
 
+use omnigrpo_kernels::Arithmetic;
+use omnigrpo_kernels::paths::Path;
+
+// Also on CPUs whose model would widen. CPUs without the instructions can only widen.
+pub const ARITHMETIC: Arithmetic = Arithmetic { bf16_products: Some(Path::Dot), keeps_inputs: false };
+
 pub fn choose_instructions() -> f64 {
-    use omnigrpo_kernels::{Instructions, limit_instructions, paths};
+    use omnigrpo_kernels::{Instructions, limit_instructions};
     limit_instructions(Instructions::Pairs);
-    // Also on CPUs whose model would widen. CPUs without the instructions can only widen.
-    let _ = paths::choose(Some(paths::Path::Dot));
     // Without tiles, sums are chains of roundings.
     2.0
 }

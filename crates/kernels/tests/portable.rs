@@ -11,6 +11,9 @@ mod kernel_tests;
 #[path = "quant.rs"]
 mod quant_tests;
 
+pub const ARITHMETIC: omnigrpo_kernels::Arithmetic =
+    omnigrpo_kernels::Arithmetic { bf16_products: None, keeps_inputs: false };
+
 pub fn choose_instructions() -> f64 {
     use omnigrpo_kernels::{Instructions, limit_instructions};
     limit_instructions(Instructions::Portable);

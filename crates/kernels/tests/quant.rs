@@ -12,10 +12,12 @@ pub fn choose_instructions() -> f64 {
 use common::{noise, wide, with_threads};
 use half::bf16;
 use omnigrpo_kernels::linear::Layer;
-use omnigrpo_kernels::quant::{self, GROUP, QuantBits, QuantMatrix, QuantRows};
-use omnigrpo_kernels::{Mat, MatMut, embedding, linear, rounds_bf16, twin};
+use omnigrpo_kernels::quant::{GROUP, QuantBits, QuantMatrix, QuantRows};
+use omnigrpo_kernels::{Arithmetic, Mat, MatMut, Weight, embedding, linear, twin};
 
 const BITS: [QuantBits; 2] = [QuantBits::Eight, QuantBits::Four];
+
+const DEFAULT: Arithmetic = Arithmetic { bf16_products: None, keeps_inputs: false };
 
 fn quantised(bits: QuantBits, w: &[f32], n: usize, k: usize) -> QuantMatrix {
     QuantMatrix::from_rows(bits, n, k, |i, row| row.copy_from_slice(&w[i * k..(i + 1) * k])).unwrap()
@@ -128,7 +130,7 @@ fn few_rows_multiply_exact_inputs_or_bytes() {
             let matrix = quantised(bits, &w, n, k);
             let (x64, w64) = (wide(&x), wide(&widened(matrix.rows())));
             let exact = twin::linear_forward(Mat::new(&x64, m, k), Mat::new(&w64, n, k), Some(&wide(&bias)));
-            let want = if quant::rounds_inputs() {
+            let want = if DEFAULT.rounds_inputs() {
                 rounded(rows, matrix.rows(), bits, &bias)
             } else {
                 exact.clone()
@@ -275,7 +277,7 @@ fn products_are_within_the_bound_of_their_weights() {
                         let terms = || (0..k).map(|p| (f64::from(x[i * k + p].abs()), j * k + p));
                         let weights: f64 = terms().map(|(x, at)| x * bounds[at]).sum();
                         let size: f64 = terms().map(|(x, at)| x * f64::from(values[at].abs())).sum();
-                        let rounding = if rounds_bf16() { 2f64.powi(-8) * size } else { 0.0 };
+                        let rounding = if DEFAULT.rounds_bf16() { 2f64.powi(-8) * size } else { 0.0 };
                         let sums = (k + 2) as f64 * 2f64.powi(-24) * (size + f64::from(bias[j].abs()));
                         let error = (f64::from(y[i * ys + j]) - exact[i * n + j]).abs();
                         assert!(
@@ -286,7 +288,7 @@ fn products_are_within_the_bound_of_their_weights() {
                 }
             }
             // The gradient is that of the widened weights, which are rounded if the CPU multiplies bf16.
-            let factor = |x: &[f32]| match rounds_bf16() {
+            let factor = |x: &[f32]| match DEFAULT.rounds_bf16() {
                 true => x.iter().map(|&x| bf16::from_f32(x).to_f64()).collect(),
                 false => wide(x),
             };
@@ -339,11 +341,49 @@ fn many_rows_have_the_bits_of_few() {
         };
         let many = run(linear::forward_into, 0..m);
         let few: Vec<f32> = (0..m).flat_map(|row| run(linear::forward_rows_into, row..row + 1)).collect();
-        if quant::one_kernel() {
+        if DEFAULT.one_kernel() {
             assert_eq!(many, few, "{bits:?}");
         } else {
             let exact: Vec<f64> = wide(&few);
-            common::close(&many, &exact, if rounds_bf16() || quant::rounds_inputs() { 3e-2 } else { 1e-5 });
+            common::close(
+                &many,
+                &exact,
+                if DEFAULT.rounds_bf16() || DEFAULT.rounds_inputs() { 3e-2 } else { 1e-5 },
+            );
+        }
+    }
+}
+
+/// Weights of two arithmetics have their own bits: in one call, and in calls on two threads. Inputs that are kept are not rounded,
+/// in few rows and in many.
+#[test]
+fn each_weight_has_its_arithmetic() {
+    let (m, k, n) = (40, 192, 37);
+    let (x, w) = (noise(m * k, 1), noise(n * k, 2));
+    let kept = Arithmetic { keeps_inputs: true, ..DEFAULT };
+    for bits in BITS {
+        let matrix = quantised(bits, &w, n, k);
+        let [own, other] =
+            [kept, DEFAULT].map(|arithmetic| Layer::new(Weight::from(matrix.rows()).with(arithmetic)));
+        let (x64, w64) = (wide(&x), wide(&widened(matrix.rows())));
+        let exact = twin::linear_forward(Mat::new(&x64, m, k), Mat::new(&w64, n, k), None);
+        for kernel in [linear::forward_into, linear::forward_rows_into] {
+            let run = |layers: &[Layer]| {
+                let mut y = vec![0.0; m * n * layers.len()];
+                kernel(Mat::new(&x, m, k), layers, false, MatMut::new(&mut y, m, n * layers.len()));
+                y
+            };
+            let (kept, rounded) = (run(&[own]), run(&[other]));
+            common::close(&kept, &exact, 2e-6);
+            assert_eq!(kept != rounded, DEFAULT.rounds_inputs() || DEFAULT.rounds_bf16(), "{bits:?}");
+            let both: Vec<f32> =
+                kept.chunks(n).zip(rounded.chunks(n)).flat_map(|(a, b)| [a, b].concat()).collect();
+            assert_eq!(run(&[own, other]), both, "{bits:?} in one call");
+            std::thread::scope(|threads| {
+                let beside = threads.spawn(|| (0..50).all(|_| run(&[other]) == rounded));
+                assert!((0..50).all(|_| run(&[own]) == kept), "{bits:?} beside another");
+                assert!(beside.join().unwrap(), "{bits:?}, the other");
+            });
         }
     }
 }
@@ -365,8 +405,8 @@ fn widened_pieces_equal_one_product() {
     y.fill(1.0);
     let layers = [Layer::new(matrix.rows().into())];
     linear::forward_into(Mat::new(&x, 2, k), &layers, true, MatMut::new(&mut y, 2, n));
-    let bound = if quant::one_kernel() { 0.03 } else { 1e-2 };
-    common::close(&y, &expected, if rounds_bf16() || quant::one_kernel() { bound } else { 1e-5 });
+    let bound = if DEFAULT.one_kernel() { 0.03 } else { 1e-2 };
+    common::close(&y, &expected, if DEFAULT.rounds_bf16() || DEFAULT.one_kernel() { bound } else { 1e-5 });
     let (dy, mut dx) = (noise(2 * n, 5), vec![0.0; 2 * k]);
     linear::backward_input_into(
         Mat::new(&dy, 2, n),
@@ -376,5 +416,5 @@ fn widened_pieces_equal_one_product() {
     );
     let (dy64, x64, values64) = (wide(&dy), Mat::new(&x64, 2, k), Mat::new(&values64, n, k));
     let (expected, ..) = twin::linear_backward(Mat::new(&dy64, 2, n), x64, values64);
-    common::close(&dx, &expected, if rounds_bf16() { 1e-2 } else { 1e-5 });
+    common::close(&dx, &expected, if DEFAULT.rounds_bf16() { 1e-2 } else { 1e-5 });
 }

@@ -42,6 +42,9 @@ pub enum ModelError {
         /// Actual and largest size.
         what: String,
     },
+    /// The CPU cannot multiply with the weights as requested.
+    #[error(transparent)]
+    Arithmetic(#[from] omnigrpo_kernels::paths::Unavailable),
     /// A weight file was modified while the model that reads it was in use.
     #[error(
         "{} was modified while the reference model read its weights from it. Restore the file, leave it unchanged \

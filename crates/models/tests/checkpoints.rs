@@ -63,7 +63,7 @@ fn bfloat16_is_kept_widened_or_made_as_asked() {
     let (bf16, wide) = (logprobs(&stored), logprobs(&widened));
     // Activations are f32 either way, so only the order of sums can differ; but where products run on tiles, those with
     // bf16 weights round them, to 8 bits as well.
-    let bound = if omnigrpo_kernels::rounds_bf16() { 0.1 } else { 1e-4 };
+    let bound = if omnigrpo_models::Arithmetic::default().rounds_bf16() { 0.1 } else { 1e-4 };
     assert!(max_diff(&bf16, &wide) <= bound, "{}", max_diff(&bf16, &wide));
     // Weights carry 8 bits; log-probabilities of this fixture are around -10.
     let d = max_diff(&bf16, &exact);

@@ -6,10 +6,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use omnigrpo_guard::told;
-use omnigrpo_kernels::quant::keep_inputs;
 use omnigrpo_models::{
-    Checkpoint, GroupStream, LoadOptions, LoraConfig, Memories, Model, PackedStream, Prompt, Quantization,
-    ReferencePlace, Training, WeightDtype, whole_tensors,
+    Arithmetic, Checkpoint, GroupStream, LoadOptions, LoraConfig, Memories, Model, PackedStream, Prompt,
+    Quantization, ReferencePlace, Training, WeightDtype, whole_tensors,
 };
 use omnigrpo_ops::{Device, ParamDtype, Part, QuantBits};
 use omnigrpo_testkit::{
@@ -399,6 +398,8 @@ fn quantised(name: &str, bits: QuantBits) -> Model {
     let options = LoadOptions {
         dtype: WeightDtype::Float32,
         quantization: Some(Quantization { bits, keep: &keep }),
+        // With float32 inputs, a quantised model and its widened weights multiply the same numbers.
+        arithmetic: Arithmetic { keeps_inputs: true, ..Arithmetic::default() },
         ..LoadOptions::default()
     };
     Model::load(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap()
@@ -406,8 +407,6 @@ fn quantised(name: &str, bits: QuantBits) -> Model {
 
 #[test]
 fn a_quantised_base_is_its_widened_weights() {
-    // With float32 inputs, both models multiply the same numbers. No other test of this program needs rounded ones.
-    keep_inputs(true);
     let mut errors = Vec::new();
     for bits in [QuantBits::Eight, QuantBits::Four] {
         let mut model = quantised("qwen2_5_vl_tied", bits);

@@ -3,6 +3,8 @@
 
 mod support;
 
+use omnigrpo::cli::embed::{Loaded, checked};
+use omnigrpo::settings::Verb;
 use serde_json::{Value, json};
 use support::{Place, numbers};
 
@@ -125,4 +127,30 @@ fn a_run_is_resumed_with_the_products_it_began_with() {
             "--bf16_products widened --quantized_activations float32 --resume_from_checkpoint must",
         ))
         .fails(1, &["was written with other settings", "path of bf16 products: \"dot\" → \"widened\""]);
+}
+
+/// Two models in one process, which multiply in different ways on two threads, keep their own numbers.
+#[test]
+fn two_models_do_not_change_each_others_numbers() {
+    let settings = |form: &str| {
+        let dir = support::golden("checkpoints/qwen2_5_vl_tied");
+        json!({ "model_name_or_path": dir, "load_in_8bit": true, "quantized_activations": form, "device": "cpu" })
+    };
+    let score = |model: &Loaded, form: &str| -> Vec<u32> {
+        let row = json!({ "prompt": "What is 1 + 1? Which colour is the circle on the left?" });
+        let given = checked(Verb::Score, settings(form)).unwrap();
+        let all = model.score(given, row, &["red circle blue".to_owned()], ".".as_ref()).unwrap();
+        all[0].iter().map(|x| x.to_bits()).collect()
+    };
+    let forms = ["float32", "auto"];
+    let models = forms.map(|form| Loaded::open(checked(Verb::Generate, settings(form)).unwrap()).unwrap());
+    let alone = [0, 1].map(|at| score(&models[at], forms[at]));
+    let auto = omnigrpo::Arithmetic::default();
+    assert_eq!(alone[0] != alone[1], auto.rounds_inputs() || auto.rounds_bf16());
+    let score = &score;
+    std::thread::scope(|threads| {
+        for ((model, form), alone) in models.iter().zip(forms).zip(&alone) {
+            threads.spawn(move || (0..20).for_each(|_| assert_eq!(score(model, form), *alone, "{form}")));
+        }
+    });
 }

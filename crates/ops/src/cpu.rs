@@ -79,5 +79,5 @@ pub(crate) fn merge(w: &mut [f32], left: &[f32], right: &[f32], rank: usize, sca
     let left: Vec<f32> = left.iter().map(|x| x * scale).collect();
     let dw = MatMut::new(w, n, k);
     let (left, right) = (Mat::new(&left, rank, n), Mat::new(right, rank, k));
-    product::backward_weight(left, right, &mut [Gradient { dw, col: 0, bf16: false }]);
+    product::backward_weight(left, right, &mut [Gradient { dw, col: 0, rounding: None }]);
 }

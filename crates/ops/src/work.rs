@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use half::bf16;
+use omnigrpo_kernels::Arithmetic;
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::attention::{AttentionLayout, QueryRange};
 use omnigrpo_kernels::quant::QuantMatrix;
@@ -51,23 +52,42 @@ const MOST_COPIES: usize = 32;
 /// Minimum time for which an operation is repeated. It runs at least twice.
 const REPEATED: Duration = Duration::from_millis(4);
 
+/// Form of a weight, which determines the kernels of its products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Form {
+    dtype: ParamDtype,
+    arithmetic: Arithmetic,
+}
+
+impl Form {
+    pub(crate) fn of(weight: &Param) -> Self {
+        Self { dtype: weight.dtype(), arithmetic: weight.arithmetic() }
+    }
+}
+
+impl From<ParamDtype> for Form {
+    fn from(dtype: ParamDtype) -> Self {
+        Self { dtype, arithmetic: Arithmetic::default() }
+    }
+}
+
 /// Kind and sizes of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Call {
     /// Product with a weight `[n, k]`.
-    Linear { rows: usize, k: usize, n: usize, dtype: ParamDtype, per_row: bool },
+    Linear { rows: usize, k: usize, n: usize, form: Form, per_row: bool },
     /// Gradient of a linear product with respect to its input rows.
-    LinearDx { rows: usize, k: usize, n: usize, dtype: ParamDtype },
+    LinearDx { rows: usize, k: usize, n: usize, form: Form },
     /// Gradient of a linear product with respect to its weight.
-    LinearDw { rows: usize, k: usize, n: usize, dtype: ParamDtype },
+    LinearDw { rows: usize, k: usize, n: usize, form: Form },
     /// Attention with a mean number of keys for each query.
     Attention { queries: usize, keys: usize, heads: AttentionHeads, back: bool },
     /// Attention over a cache.
     Cached { groups: usize, slots: usize, prompt: usize, own: usize, heads: AttentionHeads },
     /// Log-probabilities of one target per row, without a matrix of logits.
-    Score { rows: usize, h: usize, v: usize, dtype: ParamDtype, back: Option<bool> },
+    Score { rows: usize, h: usize, v: usize, form: Form, back: Option<bool> },
     /// Logits for sampling.
-    Logits { rows: usize, h: usize, v: usize, dtype: ParamDtype },
+    Logits { rows: usize, h: usize, v: usize, form: Form },
     /// Sampling of tokens from logits.
     Draw { rows: usize, v: usize },
     /// Normalisation.
@@ -158,7 +178,7 @@ pub(crate) fn note_linear(rows: usize, layers: &[Linear], order: Order) {
         rows,
         k: layers.first().map_or(0, Linear::k),
         n: layers.iter().map(Linear::n).sum(),
-        dtype: layers.first().map_or(ParamDtype::F32, |layer| layer.weight().dtype()),
+        form: layers.first().map_or(ParamDtype::F32.into(), |layer| Form::of(layer.weight())),
         per_row: order == Order::PerRow,
     });
 }
@@ -169,14 +189,14 @@ pub(crate) fn note_dx(rows: usize, layers: &[Linear]) {
         rows,
         k: layers.first().map_or(0, Linear::k),
         n: layers.iter().map(Linear::n).sum(),
-        dtype: layers.first().map_or(ParamDtype::F32, |layer| layer.weight().dtype()),
+        form: layers.first().map_or(ParamDtype::F32.into(), |layer| Form::of(layer.weight())),
     });
 }
 
 /// Lists the weight gradients of the layers that are trained.
 pub(crate) fn note_dw(rows: usize, layers: &[Linear]) {
     for layer in layers.iter().filter(|layer| layer.weight().trainable()) {
-        note(|| Call::LinearDw { rows, k: layer.k(), n: layer.n(), dtype: layer.weight().dtype() });
+        note(|| Call::LinearDw { rows, k: layer.k(), n: layer.n(), form: Form::of(layer.weight()) });
     }
 }
 
@@ -323,25 +343,25 @@ impl Call {
     fn seconds(self) -> Result<f64> {
         let cpu = Device::Cpu.backend();
         match self {
-            Self::Linear { rows, k, n, dtype, per_row } => {
-                let part = Product::of(rows, k, n, dtype);
+            Self::Linear { rows, k, n, form, per_row } => {
+                let part = Product::of(rows, k, n, form);
                 let (x, weights) = (noise(part.rows, k), part.weights(k, false)?);
                 let order = if per_row { Order::PerRow } else { Order::Blocked };
                 Ok(part.scale * in_turn(&weights, |layer| cpu.linear(&x, layer, Onto::Nothing, order)))
             }
-            Self::LinearDx { rows, k, n, dtype } => {
-                let part = Product::of(rows, k, n, dtype);
+            Self::LinearDx { rows, k, n, form } => {
+                let part = Product::of(rows, k, n, form);
                 let (dy, weights) = (noise(part.rows, part.n), part.weights(k, false)?);
                 Ok(part.scale * in_turn(&weights, |layer| cpu.linear_dx(None, &dy, 0, layer)))
             }
-            Self::LinearDw { rows, k, n, dtype } => linear_dw(&Product::of(rows, k, n, dtype), k),
+            Self::LinearDw { rows, k, n, form } => linear_dw(&Product::of(rows, k, n, form), k),
             Self::Attention { queries, keys, heads, back } => Ok(attention(queries, keys, heads, back)),
             Self::Cached { groups, slots, prompt, own, heads } => {
                 cached(cpu, groups, slots, prompt, own, heads)
             }
-            Self::Score { rows, h, v, dtype, back } => score(rows, h, v, dtype, back),
-            Self::Logits { rows, h, v, dtype } => {
-                let part = Product::of(rows, h, v, dtype);
+            Self::Score { rows, h, v, form, back } => score(rows, h, v, form, back),
+            Self::Logits { rows, h, v, form } => {
+                let part = Product::of(rows, h, v, form);
                 let (x, weights) = (noise(part.rows, h), part.weights(h, false)?);
                 Ok(part.scale * in_turn(&weights, |head| cpu.logits(&x, head[0].weight())))
             }
@@ -388,16 +408,16 @@ impl Call {
 struct Product {
     rows: usize,
     n: usize,
-    dtype: ParamDtype,
+    form: Form,
     copies: usize,
     scale: f64,
 }
 
 impl Product {
-    fn of(rows: usize, k: usize, n: usize, dtype: ParamDtype) -> Self {
+    fn of(rows: usize, k: usize, n: usize, form: Form) -> Self {
         let (rows, k, n) = (rows.max(1), k.max(1), n.max(1));
         let measured_rows = rows.min(MEASURED_ROWS);
-        let bytes_of = |n: usize| match dtype {
+        let bytes_of = |n: usize| match form.dtype {
             ParamDtype::F32 => 4 * n * k,
             ParamDtype::Bf16 => 2 * n * k,
             ParamDtype::Quantised(_) => n * k,
@@ -407,7 +427,7 @@ impl Product {
         Self {
             rows: measured_rows,
             n: measured_n,
-            dtype,
+            form,
             copies: match rows <= FEW_ROWS {
                 true => (MEASURED_BYTES / bytes_of(measured_n).max(1)).clamp(1, MOST_COPIES),
                 false => 1,
@@ -419,7 +439,7 @@ impl Product {
     fn weights(&self, k: usize, trained: bool) -> Result<Vec<Linear>> {
         let one = |_| {
             let shape = [self.n, k];
-            let param = match self.dtype {
+            let param = match self.form.dtype {
                 ParamDtype::Quantised(bits) => {
                     let row = |i: usize, row: &mut [f32]| {
                         row.iter_mut().enumerate().for_each(|(j, x)| *x = value(i + j))
@@ -433,6 +453,7 @@ impl Product {
                 }
                 dtype => Param::new("weight", Part::Llm, &shape, values(self.n * k, dtype))?,
             };
+            let param = param.with(self.form.arithmetic);
             param.set_trainable(trained);
             Linear::new(Arc::new(param), None)
         };
@@ -470,8 +491,8 @@ fn attention(queries: usize, all_keys: usize, heads: AttentionHeads, back: bool)
     scale * timed(|| drop(black_box(cpu.attention_back(&qkv, &out, &lse, &dout, &layout, heads))))
 }
 
-fn score(rows: usize, h: usize, v: usize, dtype: ParamDtype, back: Option<bool>) -> Result<f64> {
-    let (cpu, part) = (Device::Cpu.backend(), Product::of(rows, h, v, dtype));
+fn score(rows: usize, h: usize, v: usize, form: Form, back: Option<bool>) -> Result<f64> {
+    let (cpu, part) = (Device::Cpu.backend(), Product::of(rows, h, v, form));
     let (x, weights) = (noise(part.rows, h), part.weights(h, back == Some(true))?);
     let targets = Targets {
         rows: (0..part.rows).collect(),
@@ -630,10 +651,10 @@ mod tests {
                 });
             });
         });
-        let dtype = ParamDtype::F32;
+        let form = ParamDtype::F32.into();
         let expected = [
-            (("", Call::Linear { rows: 3, k: 4, n: 8, dtype, per_row: false }), 1.0),
-            (("backward", Call::LinearDw { rows: 3, k: 4, n: 8, dtype }), 2.0),
+            (("", Call::Linear { rows: 3, k: 4, n: 8, form, per_row: false }), 1.0),
+            (("backward", Call::LinearDw { rows: 3, k: 4, n: 8, form }), 2.0),
         ];
         assert_eq!(calls, expected.into());
         // Outside `work`, nothing is listed.
@@ -653,14 +674,17 @@ mod tests {
 
     #[test]
     fn a_product_of_twice_the_size_takes_about_twice_the_time() {
-        let of = |rows, n| Call::Linear { rows, k: 64, n, dtype: ParamDtype::F32, per_row: false }.rounded();
+        let of =
+            |rows, n| Call::Linear { rows, k: 64, n, form: ParamDtype::F32.into(), per_row: false }.rounded();
         // A size is rounded up, and the share accounts for the difference.
         let (call, share) = of(1000, 64);
         assert_eq!(call, of(1024, 64).0);
         assert!((share - 1000.0 / 1024.0).abs() < 1e-12);
         // The factor scales the measured part to the whole product.
-        let (part, whole) =
-            (Product::of(512, 4096, 512, ParamDtype::Bf16), Product::of(1024, 4096, 4096, ParamDtype::Bf16));
+        let (part, whole) = (
+            Product::of(512, 4096, 512, ParamDtype::Bf16.into()),
+            Product::of(1024, 4096, 4096, ParamDtype::Bf16.into()),
+        );
         assert_eq!((part.rows, whole.rows), (512, 512));
         assert!((whole.scale * whole.n as f64 - 2.0 * 4096.0).abs() < 1e-9);
         let mut all = Work::default();
@@ -691,15 +715,15 @@ mod tests {
             Call::AdamW { len: 100, dtype: ParamDtype::F32, master: false },
             Call::AdamW { len: 100, dtype: ParamDtype::Bf16, master: true },
         ];
-        for dtype in dtypes {
-            all.push(Call::Linear { rows: 3, k: 64, n: 64, dtype, per_row: true });
-            all.push(Call::LinearDx { rows: 3, k: 64, n: 64, dtype });
-            all.push(Call::Logits { rows: 3, h: 64, v: 100, dtype });
+        for form in dtypes.map(Form::from) {
+            all.push(Call::Linear { rows: 3, k: 64, n: 64, form, per_row: true });
+            all.push(Call::LinearDx { rows: 3, k: 64, n: 64, form });
+            all.push(Call::Logits { rows: 3, h: 64, v: 100, form });
         }
-        for dtype in [ParamDtype::F32, ParamDtype::Bf16] {
-            all.push(Call::LinearDw { rows: 3, k: 64, n: 64, dtype });
+        for form in [ParamDtype::F32, ParamDtype::Bf16].map(Form::from) {
+            all.push(Call::LinearDw { rows: 3, k: 64, n: 64, form });
             for back in [None, Some(false), Some(true)] {
-                all.push(Call::Score { rows: 3, h: 64, v: 100, dtype, back });
+                all.push(Call::Score { rows: 3, h: 64, v: 100, form, back });
             }
         }
         all

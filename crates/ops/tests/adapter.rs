@@ -120,12 +120,13 @@ fn gradients_equal_central_differences() {
             let (_, dx) = tape(&l, false);
             // Products of less than 32 bits round both factors; here inputs and gradients are about 1. Beside 4-bit weights an
             // input has one byte with 127 steps, half as many as bf16 has there, and a moved input changes the steps of others.
-            let bytes = omnigrpo_kernels::quant::one_kernel();
+            let arithmetic = omnigrpo_ops::Arithmetic::default();
+            let bytes = arithmetic.one_kernel();
             let rounded = match base {
                 Base::F32 => 1e-4,
                 Base::Quantised(QuantBits::Four) if bytes => 5e-2,
                 Base::Quantised(QuantBits::Eight) if bytes => 2e-2,
-                _ if omnigrpo_kernels::rounds_bf16() => 2e-2,
+                _ if arithmetic.rounds_bf16() => 2e-2,
                 _ => 1e-4,
             };
             let near = |got: f32, want: f64, what: &str| {

@@ -6,10 +6,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use omnigrpo_ops::{
-    Activation, Adapter, AttentionHeads, AttentionLayout, Card, DecodeBatch, DecodeRows, Device, DrawFrom,
-    Dropout, ExpertLinear, GroupCache, Linear, Moments, Norm, OUTSIDE, Op, Order, PackedLinear, Param,
-    ParamDtype, Part, Pass, Patches, QuantBits, QuantMatrix, Result, RopeTable, RouterLoss, Routes, RowMix,
-    Rows, Sampler, Step, Tape, Targets, Values, Var, embed, embed_backward, squares,
+    Activation, Adapter, Arithmetic, AttentionHeads, AttentionLayout, Card, DecodeBatch, DecodeRows, Device,
+    DrawFrom, Dropout, ExpertLinear, GroupCache, Linear, Moments, Norm, OUTSIDE, Op, Order, PackedLinear,
+    Param, ParamDtype, Part, Pass, Patches, QuantBits, QuantMatrix, Result, RopeTable, RouterLoss, Routes,
+    RowMix, Rows, Sampler, Step, Tape, Targets, Values, Var, embed, embed_backward, squares,
 };
 
 /// Opens the emulator, or the GPU that `OMNIGRPO_TEST_CARD` names (tools/gpu/first-contact).
@@ -462,8 +462,8 @@ fn frozen_weights_of_every_dtype() {
     // A GPU rounds both factors to bf16 for any weight of less than 32 bits. A CPU does so if it multiplies bf16; with
     // weights of few bits, it encodes inputs if it multiplies bytes.
     let rounds = |device: Device, param: &Param| match device {
-        Device::Cpu if param.dtype() == ParamDtype::Bf16 => omnigrpo_kernels::rounds_bf16(),
-        Device::Cpu => omnigrpo_kernels::rounds_bf16() || omnigrpo_kernels::quant::rounds_inputs(),
+        Device::Cpu if param.dtype() == ParamDtype::Bf16 => param.arithmetic().rounds_bf16(),
+        Device::Cpu => param.arithmetic().rounds_bf16() || param.arithmetic().rounds_inputs(),
         Device::Twin => false,
         _ => true,
     };
@@ -992,7 +992,8 @@ fn a_bf16_head() {
         };
         let want = run(Device::Twin);
         for device in devices() {
-            let bound = if device == Device::Cpu && !omnigrpo_kernels::rounds_bf16() { 1e-5 } else { 1.5e-2 };
+            let bound =
+                if device == Device::Cpu && !Arithmetic::default().rounds_bf16() { 1e-5 } else { 1.5e-2 };
             for (i, (got, want)) in run(device).iter().zip(&want).enumerate() {
                 let far = far(got, want);
                 assert!(far <= bound, "head of {rows}×{h}×{vocab} on {device}, result {i}: {far}");

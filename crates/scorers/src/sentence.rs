@@ -167,7 +167,8 @@ impl Dense {
         let read = |name: &str| -> Result<_> {
             let values = files.read(name, how.dtype)?.map_err(|what| fail(dir, what.trim().to_owned()))?;
             let shape = files.shape(name).unwrap_or_default();
-            Ok(std::sync::Arc::new(Param::new(name, Part::Projector, shape, values)?))
+            let param = Param::new(name, Part::Projector, shape, values)?;
+            Ok(std::sync::Arc::new(param.with(how.arithmetic)))
         };
         let bias = json.boolean("bias", true)?.then(|| read("linear.bias")).transpose()?;
         let layer = Linear::reshaped(read("linear.weight")?, bias, n, k)?;

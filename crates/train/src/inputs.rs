@@ -89,13 +89,12 @@ pub(crate) fn of_model(policy: &Policy, outline: &Model) -> Result<Map<String, V
         }
         out.insert(format!("files of {name}"), digest.files.into());
     }
-    let dtypes =
-        || outline.params().iter().filter(|_| policy.device() == Device::Cpu).map(|param| param.dtype());
-    if dtypes().any(|dtype| dtype != ParamDtype::F32) {
-        out.insert("path of bf16 products".into(), omnigrpo_kernels::paths::path().name().into());
+    let params = || outline.params().iter().filter(|_| policy.device() == Device::Cpu);
+    if let Some(param) = params().find(|param| param.dtype() != ParamDtype::F32) {
+        out.insert("path of bf16 products".into(), param.arithmetic().path().name().into());
     }
-    if dtypes().any(|dtype| matches!(dtype, ParamDtype::Quantised(_))) {
-        let inputs = if omnigrpo_kernels::quant::rounds_inputs() { "bytes" } else { "float32" };
+    if let Some(param) = params().find(|param| matches!(param.dtype(), ParamDtype::Quantised(_))) {
+        let inputs = if param.arithmetic().rounds_inputs() { "bytes" } else { "float32" };
         out.insert("activations of products with few bits".into(), inputs.into());
     }
     Ok(out)

@@ -280,6 +280,8 @@ fn plain(text: &str) -> String {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     fn card() -> Card {
@@ -298,7 +300,10 @@ mod tests {
             datasets: [("cats", 1), ("me/dogs", 20), ("data/of/mine", 2), ("../birds", 3)]
                 .map(|(name, rows)| (name.to_owned(), rows))
                 .to_vec(),
-            settings: vec![("learning_rate", json!(1e-6)), ("beta", json!(0.04))],
+            settings: Map::from_iter([
+                ("learning_rate".to_owned(), json!(1e-6)),
+                ("beta".to_owned(), json!(0.04)),
+            ]),
             metrics: vec![("eval_reward".to_owned(), Some(0.25), Some(0.5))],
             picture: true,
             bibliography: vec!["@misc{a}\n".to_owned(), "@misc{b}\n".to_owned()],

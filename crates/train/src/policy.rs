@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use omnigrpo_models::{
     Checkpoint, Chosen, LoadOptions, LoraConfig, Model, QuantBits, Quantization, WeightDtype, whole_tensors,
 };
-use omnigrpo_ops::{Device, Part};
+use omnigrpo_ops::{Arithmetic, Device, Part};
 
 use crate::error::{DTYPE, QUANTIZATION, Refusal, Result};
 use crate::room;
@@ -24,6 +24,8 @@ pub struct ModelPlan {
     pub bits: Option<QuantBits>,
     /// Device on which the model runs.
     pub device: Device,
+    /// How a CPU multiplies with the weights.
+    pub arithmetic: Arithmetic,
     /// Seed of random weights; `None` for the weights of the checkpoint.
     pub random: Option<u64>,
     /// Directory of an adapter that was trained on this checkpoint.
@@ -40,6 +42,7 @@ impl ModelPlan {
             dtype: WeightDtype::Auto,
             bits: None,
             device: Device::Cpu,
+            arithmetic: Arithmetic::default(),
             random: None,
             adapter: None,
             lora: None,
@@ -150,8 +153,9 @@ impl ModelPlan {
             InPlace::All => whole.is_empty(),
         };
         let in_place: Option<Chosen> = if device == Device::Cpu { Some(&stays) } else { None };
-        let (dtype, random) = (self.dtype, self.random);
-        f(&LoadOptions { dtype, quantization, device, in_place, random, digests: false, outline: false })
+        let Self { dtype, arithmetic, random, .. } = *self;
+        let (digests, outline) = (false, false);
+        f(&LoadOptions { dtype, quantization, device, in_place, arithmetic, random, digests, outline })
     }
 }
 

@@ -16,7 +16,7 @@ use std::time::Instant;
 use omnigrpo_kernels::profile::{Op, Profile};
 use omnigrpo_kernels::{Mat, MatMut, linear};
 use omnigrpo_models::Model;
-use omnigrpo_ops::{ParamDtype, Part};
+use omnigrpo_ops::Part;
 use rayon::prelude::*;
 
 /// Operations that count as useful.
@@ -97,17 +97,17 @@ pub fn gemm_rate(model: &Model, rows: usize) -> f64 {
     }
     let (mut flops, mut secs) = (0.0, 0.0);
     for (param, [n, k], count) in shapes {
-        let bf16 = param.dtype() == ParamDtype::Bf16;
         let fill = |len: usize| (0..len).map(|i| (i % 13) as f32 * 0.01 - 0.06).collect::<Vec<f32>>();
         let (x, dy) = (fill(rows * k), fill(rows * n));
         let (mut y, mut dx, mut dw) = (vec![0.0; rows * n], vec![0.0; rows * k], vec![0.0; n * k]);
         let (x, dy) = (Mat::new(&x, rows, k), Mat::new(&dy, rows, n));
         let guard = param.read();
         let layer = [linear::Layer::new(guard.weight(n, k))];
+        let rounding = layer[0].w.rounding();
         let mut time = typical(3, || linear::forward_into(x, &layer, false, MatMut::new(&mut y, rows, n)))
             + typical(3, || linear::backward_input_into(dy, &layer, false, MatMut::new(&mut dx, rows, k)));
         time += typical(3, || {
-            let gradient = linear::Gradient { dw: MatMut::new(&mut dw, n, k), col: 0, bf16 };
+            let gradient = linear::Gradient { dw: MatMut::new(&mut dw, n, k), col: 0, rounding };
             linear::backward_weight(dy, x, &mut [gradient]);
         });
         black_box((&y, &dx, &dw));

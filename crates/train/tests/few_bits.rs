@@ -7,10 +7,11 @@ mod setup;
 use std::path::Path;
 use std::sync::Mutex;
 
-use omnigrpo_kernels::paths::{self, choose};
-use omnigrpo_kernels::quant::{QuantBits, keep_inputs, one_kernel, rounds_inputs};
 use omnigrpo_kernels::{Instructions, limit_instructions};
-use omnigrpo_models::{Checkpoint, LoadOptions, LoraConfig, Model, Quantization, WeightDtype};
+use omnigrpo_models::{
+    Arithmetic, Bf16Path, Checkpoint, LoadOptions, LoraConfig, Model, QuantBits, Quantization,
+    ReferencePlace, WeightDtype,
+};
 use omnigrpo_observe::Console;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{EvalOptions, Selection, generate, logprobs, train};
@@ -35,7 +36,7 @@ enum Outliers {
     Both(f32),
 }
 
-/// The tests choose kernels of the process.
+/// A test limits the instructions of the process.
 static CHOICE: Mutex<()> = Mutex::new(());
 
 /// Returns numbers that are nearly normal: sums of twelve even ones.
@@ -124,11 +125,13 @@ fn write_model(name: &str, dir: &Path, outliers: Outliers) {
 }
 
 /// Mean and largest difference of log-probabilities between rollout and training, over 640 tokens of a policy that is not moved.
-fn gap(place: &TempDir, dir: &Path, bits: QuantBits, name: &str) -> (f64, f64) {
+fn gap(place: &TempDir, dir: &Path, bits: QuantBits, keeps_inputs: bool, name: &str) -> (f64, f64) {
     let out = place.path().join(name);
     let mut setup = setup::setup("qwen2_5_vl_untied", &questions(place.path()), place.path(), &out);
     let quantization = Some(Quantization { bits, keep: &|_, _| false });
-    let options = LoadOptions { quantization, dtype: WeightDtype::Float32, ..LoadOptions::default() };
+    let arithmetic = Arithmetic { keeps_inputs, ..Arithmetic::default() };
+    let dtype = WeightDtype::Float32;
+    let options = LoadOptions { quantization, dtype, arithmetic, ..LoadOptions::default() };
     setup.model = Model::load(&Checkpoint::open(dir).unwrap(), &options).unwrap();
     let targets = vec!["all-linear".into()];
     setup
@@ -167,7 +170,8 @@ fn outliers_do_not_part_rollout_and_training() {
     let (mut told, mut far) = (Vec::new(), false);
     for (at, (model, outliers)) in cases.into_iter().enumerate() {
         // Training on matrix tiles rounds otherwise than decoding in bytes. Nothing bounds the effect of the largest outliers.
-        let tiles = rounds_inputs() && !one_kernel();
+        let arithmetic = Arithmetic::default();
+        let tiles = arithmetic.rounds_inputs() && !arithmetic.one_kernel();
         if tiles && matches!(outliers, Outliers::Both(_)) {
             continue;
         }
@@ -175,19 +179,17 @@ fn outliers_do_not_part_rollout_and_training() {
         let dir = place.path().join("model");
         write_model(model, &dir, outliers);
         for (bits, bound) in [(QuantBits::Eight, 0.02), (QuantBits::Four, 0.04)] {
-            let (mean, max) = gap(&place, &dir, bits, &format!("{}", bits.bits()));
+            let (mean, max) = gap(&place, &dir, bits, false, &format!("{}", bits.bits()));
             told.push(format!("{model}, {outliers:?}, {bits:?}: mean {mean:.1e}, largest {max:.1e}"));
             // With one kernel, only the order of sums in attention differs, and what it moves across a step of the inputs.
             far |= if tiles { mean > 1.5 * bound } else { mean > 0.1 * bound || max > 0.3 };
         }
         // With f32 inputs, by choice or because the CPU does not multiply bytes, only the order of sums differs.
         if at + 1 == cases.len() {
-            keep_inputs(true);
-            let kept = gap(&place, &dir, QuantBits::Eight, "kept");
-            keep_inputs(false);
+            let kept = gap(&place, &dir, QuantBits::Eight, true, "kept");
             limit_instructions(Instructions::Vectors);
             let vectors = [QuantBits::Eight, QuantBits::Four]
-                .map(|bits| gap(&place, &dir, bits, &format!("vectors-{}", bits.bits())));
+                .map(|bits| gap(&place, &dir, bits, false, &format!("vectors-{}", bits.bits())));
             limit_instructions(Instructions::Best);
             for (mean, max) in [kept, vectors[0], vectors[1]] {
                 assert!(mean < 1e-5 && max < 1e-3, "f32 inputs: mean {mean:.1e}, largest {max:.1e}");
@@ -201,14 +203,18 @@ fn outliers_do_not_part_rollout_and_training() {
 #[test]
 fn products_of_bf16_pairs_stay_close_to_widened_ones() {
     let _own = CHOICE.lock().unwrap();
-    let other = if paths::Path::Dot.works() { paths::Path::Dot } else { paths::Path::Widened };
+    let other = if Bf16Path::Dot.works() { Bf16Path::Dot } else { Bf16Path::Widened };
     let place = TempDir::new().unwrap();
     let dataset = setup::dataset(&questions(place.path()), place.path());
     for (name, temperature) in [("qwen2_5_vl_untied", 1.0), ("qwen3_vl", 0.7)] {
         let dir = place.path().join(name);
         write_model(name, &dir, Outliers::None);
-        let options = LoadOptions { dtype: WeightDtype::BFloat16, ..LoadOptions::default() };
-        let model = Model::load(&Checkpoint::open(&dir).unwrap(), &options).unwrap();
+        let load = |bf16_products| {
+            let arithmetic = Arithmetic { bf16_products, ..Arithmetic::default() };
+            let options = LoadOptions { dtype: WeightDtype::BFloat16, arithmetic, ..LoadOptions::default() };
+            Model::load(&Checkpoint::open(&dir).unwrap(), &options).unwrap()
+        };
+        let (model, by_path) = (load(None), [Bf16Path::Widened, other].map(|path| load(Some(path))));
         let sampling = SamplingParams {
             max_completion_length: 40,
             min_completion_length: 40,
@@ -226,11 +232,9 @@ fn products_of_bf16_pairs_stay_close_to_widened_ones() {
             &mut |batch| {
                 for (row, completions) in batch.rows.iter().zip(batch.completions) {
                     let ids: Vec<Vec<u32>> = completions.iter().map(|c| c.ids.clone()).collect();
-                    let [widened, other] = [paths::Path::Widened, other].map(|path| {
-                        choose(Some(path)).unwrap();
-                        logprobs(&model, &row.prompt, &ids, temperature, None).unwrap().concat()
-                    });
-                    choose(None).unwrap();
+                    let [widened, other] = by_path
+                        .each_ref()
+                        .map(|model| logprobs(model, &row.prompt, &ids, temperature, None).unwrap().concat());
                     for (a, b) in widened.iter().zip(&other) {
                         (sum, tokens) = (sum + f64::from((a - b).abs()), tokens + 1);
                         most = most.max((a - b).abs());
@@ -242,6 +246,51 @@ fn products_of_bf16_pairs_stay_close_to_widened_ones() {
         .unwrap();
         let mean = sum / f64::from(tokens);
         assert!(tokens > 500 && mean <= 0.03 && most <= 0.5, "{name}: {tokens} tokens, mean {mean}, {most}");
-        assert_eq!(mean > 1e-4, other == paths::Path::Dot, "{name}: {mean}");
+        assert_eq!(mean > 1e-4, other == Bf16Path::Dot, "{name}: {mean}");
+    }
+}
+
+/// Two models that multiply in different ways, on two threads: each has the numbers that it has alone. This is true of weights in 8 bits
+/// with rounded and with unchanged inputs, of weights in bf16 by two paths, and of references, also of one that stays in its files.
+#[test]
+fn models_of_one_process_keep_their_own_numbers() {
+    let _own = CHOICE.lock().unwrap();
+    let place = TempDir::new().unwrap();
+    let dir = place.path().join("model");
+    write_model("qwen2_5_vl_untied", &dir, Outliers::None);
+    let dataset = setup::dataset(&questions(place.path()), place.path());
+    let prompt = setup::prompts(&dir, 40).build(&dataset.get(0).unwrap()).unwrap();
+    let ids: Vec<Vec<u32>> = (0..4).map(|at| (at..at + 12).map(|id| 7 * id + 11).collect()).collect();
+    let bits = |model: &Model| -> Vec<u32> {
+        let all = logprobs(model, &prompt, &ids, 1.0, None).unwrap().concat();
+        all.iter().map(|x| x.to_bits()).collect()
+    };
+    let load = |dtype, few: bool, arithmetic| {
+        let quantization = few.then_some(Quantization { bits: QuantBits::Eight, keep: &|_, _| false });
+        let options = LoadOptions { dtype, quantization, arithmetic, ..LoadOptions::default() };
+        Model::load(&Checkpoint::open(&dir).unwrap(), &options).unwrap()
+    };
+    let auto = Arithmetic::default();
+    let kept = Arithmetic { keeps_inputs: true, ..auto };
+    let widened = Arithmetic { bf16_products: Some(Bf16Path::Widened), ..auto };
+    let rounds = (auto.rounds_inputs() || auto.rounds_bf16(), auto.rounds_bf16());
+    for (dtype, few, other, differs) in
+        [(WeightDtype::Float32, true, kept, rounds.0), (WeightDtype::BFloat16, false, widened, rounds.1)]
+    {
+        let models = [auto, other].map(|arithmetic| load(dtype, few, arithmetic));
+        let alone = models.each_ref().map(bits);
+        assert_eq!(alone[0] != alone[1], differs, "{dtype:?}");
+        let bits = &bits;
+        std::thread::scope(|threads| {
+            for (model, alone) in models.iter().zip(&alone) {
+                threads.spawn(move || (0..20).for_each(|_| assert_eq!(bits(model), *alone, "{dtype:?}")));
+            }
+        });
+        for (model, alone) in models.iter().zip(&alone) {
+            model.params().iter().filter(|_| !few).for_each(|param| param.set_trainable(true));
+            for place in [ReferencePlace::Memory(model.device()), ReferencePlace::Files] {
+                assert_eq!(bits(&model.reference(place).unwrap()), *alone, "{dtype:?}, {place:?}");
+            }
+        }
     }
 }

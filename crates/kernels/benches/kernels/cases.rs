@@ -13,8 +13,11 @@ use omnigrpo_kernels::experts::{self, Groups};
 use omnigrpo_kernels::linear::{self, Gradient, Layer};
 use omnigrpo_kernels::logprob::{Head, Statistics, Targets};
 use omnigrpo_kernels::optim::AdamW;
+use omnigrpo_kernels::paths::Path;
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
-use omnigrpo_kernels::{Mat, MatMut, Weight, buffer, embedding, logprob, norm, optim, parallel, rope};
+use omnigrpo_kernels::{
+    Arithmetic, Mat, MatMut, Weight, buffer, embedding, logprob, norm, optim, parallel, rope,
+};
 
 /// Unit of which a call does 10⁹: operations or bytes.
 #[derive(Clone, Copy)]
@@ -87,6 +90,11 @@ impl Own {
     }
 }
 
+/// Returns the rounding of a gradient, by the dtype of its weight.
+fn rounding(bf16: bool) -> Option<Path> {
+    bf16.then(|| Arithmetic::default().path())
+}
+
 const DTYPES: [(&str, bool); 2] = [("f32", false), ("bf16", true)];
 
 fn linear_cases(all: &mut Vec<Case>) {
@@ -128,7 +136,8 @@ fn linear_cases(all: &mut Vec<Case>) {
             all.push(case(format!("linear dw {m}x{k}x{n} {dtype}"), flops, move || {
                 let (x, dy, mut dw) = (noise(m * k, 1), noise(m * n, 2), vec![0.0; n * k]);
                 move || {
-                    let gradient = Gradient { dw: MatMut::new(&mut dw, n, k), col: 0, bf16 };
+                    let gradient =
+                        Gradient { dw: MatMut::new(&mut dw, n, k), col: 0, rounding: rounding(bf16) };
                     linear::backward_weight(Mat::new(&dy, m, n), Mat::new(&x, m, k), &mut [gradient]);
                 }
             }));
@@ -496,9 +505,9 @@ pub fn expert_pairs() -> Vec<[Case; 2]> {
                         _ => {
                             let [dw1, dw2] = &mut dw;
                             let dw1 = MatMut::new(dw1, e * h, 2 * i);
-                            experts::backward_weight(gate_up, x, groups, narrow, dw1);
+                            experts::backward_weight(gate_up, x, groups, rounding(narrow), dw1);
                             let dw2 = MatMut::new(dw2, e * i, h);
-                            experts::backward_weight(x, inner, groups, narrow, dw2);
+                            experts::backward_weight(x, inner, groups, rounding(narrow), dw2);
                         }
                     }
                 }
@@ -521,7 +530,7 @@ pub fn expert_pairs() -> Vec<[Case; 2]> {
                         }
                         _ => {
                             let [dw1, dw2] = &mut dw;
-                            let of = |dw, col| Gradient { dw, col, bf16: narrow };
+                            let of = |dw, col| Gradient { dw, col, rounding: rounding(narrow) };
                             let dw1 = of(MatMut::new(dw1, 2 * wide, h), 0);
                             linear::backward_weight(gate_up, x, &mut [dw1]);
                             let dw2 = of(MatMut::new(dw2, h, wide), 0);

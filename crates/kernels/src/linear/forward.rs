@@ -1,13 +1,16 @@
 //! Linear layers for many rows.
 
-use super::{Layer, alike, any_quantised, dims_of, each_wide, fit, outputs, work};
+use std::collections::BTreeMap;
+
+use super::{Layer, alike, any_quantised, arithmetic_of, dims_of, each_wide, fit, outputs, work};
 use crate::gemm::{self, Left, Multiply, Pack};
 use crate::mat::{Mat, MatMut, check};
 use crate::parallel::{Strips, part, tasks};
+use crate::paths::Path;
 use crate::profile::{self, Op, span};
 use crate::tiles::{self, Right};
 use crate::workspace::PANELS;
-use crate::{Stored, buffer, quant};
+use crate::{buffer, quant};
 
 /// Computes `x Wᵀ + b` for many rows (prefill, scoring, training). `x` is `[m, k]`, and the result `[m, Σ n]` has the outputs of
 /// the layers side by side.
@@ -19,9 +22,11 @@ pub fn forward(x: Mat, layers: &[Layer]) -> Vec<f32> {
 
 /// Writes the result of [`forward`] to `y [m, Σ n]`. Replaces `y`, or adds to it if `accumulate`.
 ///
-/// With quantised weights, each row has the bits of [`forward_rows_into`](super::forward_rows_into) if [`quant::one_kernel`].
+/// With quantised weights, each row has the bits of [`forward_rows_into`](super::forward_rows_into) if
+/// [`Arithmetic::one_kernel`](crate::Arithmetic::one_kernel).
 pub fn forward_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatMut) {
-    if !(any_quantised(layers) && quant::one_kernel()) {
+    let is_one_kernel = |layer: &Layer| layer.few_bits().is_some() && layer.w.arithmetic().one_kernel();
+    if !layers.iter().any(is_one_kernel) {
         return product_into(x, layers, accumulate, y);
     }
     let _span = span(Op::Linear, || profile::products(x.rows, layers));
@@ -30,10 +35,10 @@ pub fn forward_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatMut) {
     for (quantised, layers) in alike(layers) {
         let y = y.again().columns(col..col + outputs(layers));
         col += outputs(layers);
-        if quantised.is_empty() {
-            product_into(x, layers, accumulate, y);
+        if layers.iter().any(is_one_kernel) {
+            quant::forward_rows(x, &quantised, arithmetic_of(layers), accumulate, y);
         } else {
-            quant::forward_rows(x, &quantised, accumulate, y);
+            product_into(x, layers, accumulate, y);
         }
     }
 }
@@ -57,15 +62,15 @@ pub(crate) fn product_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: Ma
     let rights = layers.iter().map(|layer| {
         let (from, columns, bias) = (layer.w.stored(), layer.n(), layer.bias);
         at += columns;
-        Right { from, outer: k, inner: 1, columns, at: at - columns, bias }
+        (layer.w.rounding(), Right { from, outer: k, inner: 1, columns, at: at - columns, bias })
     });
-    let (narrow, wide): (Vec<Right>, Vec<Right>) =
-        rights.partition(|right| matches!(right.from, Stored::Bf16(_)));
+    let mut by_rounding: BTreeMap<Option<Path>, Vec<Right>> = BTreeMap::new();
+    rights.for_each(|(rounding, right)| by_rounding.entry(rounding).or_default().push(right));
     let left = [tiles::Left { from: x.data, outer: x.stride, inner: 1, rows: m, c: y.data }];
     let mut rest = Vec::new();
-    for (rights, rounded) in [(wide, false), (narrow, true)] {
+    for (rounding, rights) in by_rounding {
         // SAFETY: the check above ensures that rows and columns are in bounds.
-        if !unsafe { tiles::multiply(&left, &rights, k, y.stride, accumulate, rounded) } {
+        if !unsafe { tiles::multiply(&left, &rights, k, y.stride, accumulate, rounding) } {
             rest.extend(rights);
         }
     }

@@ -1,11 +1,13 @@
 //! Gradients of linear layers with respect to their input, weights and biases.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::{Layer, any_quantised, dims_of, each_wide, outputs, work};
 use crate::gemm::{self, Left, Multiply, Pack, PackLeft};
 use crate::mat::{Mat, MatMut, check};
 use crate::parallel::{Shared, Strips, part, ranges, tasks};
+use crate::paths::Path;
 use crate::profile::{self, Op, span};
 use crate::tiles::{self, Right};
 use crate::workspace::{GROUPS, PANELS, reserve};
@@ -21,8 +23,8 @@ pub struct Gradient<'a> {
     pub dw: MatMut<'a>,
     /// Index of the layer's first column in a row of `dy`.
     pub col: usize,
-    /// True if the weight is stored as bf16.
-    pub bf16: bool,
+    /// Rounding of the product ([`Weight::rounding`](crate::Weight::rounding) of the weight).
+    pub rounding: Option<Path>,
 }
 
 /// Returns the gradient of [`forward`](super::forward) with respect to `x`: `dy · W`, `[m, k]`, summed over the layers. The
@@ -66,7 +68,7 @@ fn write_backward(dy: Mat, layers: &[Layer], accumulate: bool, mut dx: MatMut) {
         let left = tiles::Left { from: &dy.data[col..], outer: dy.stride, inner: 1, rows: m, c: dx.data };
         let right = Right { from, outer: 1, inner: k, columns: k, at: 0, bias: None };
         // SAFETY: the check above ensures that rows and columns are in bounds.
-        if unsafe { tiles::multiply(&[left], &[right], n, dx.stride, old, layer.w.is_bf16()) } {
+        if unsafe { tiles::multiply(&[left], &[right], n, dx.stride, old, layer.w.rounding()) } {
             old = true;
         } else {
             rest.push((col, layer));
@@ -122,22 +124,21 @@ pub fn backward_weight(dy: Mat, x: Mat, gradients: &mut [Gradient]) {
     }
     let right =
         [Right { from: Stored::F32(x.data), outer: 1, inner: x.stride, columns: k, at: 0, bias: None }];
-    let done = [false, true].map(|rounded| {
-        let mut lefts = Vec::new();
-        for g in gradients.iter().filter(|g| g.bf16 == rounded) {
-            let (from, rows, c) = (&dy.data[g.col..], g.dw.rows, g.dw.data);
-            lefts.push(tiles::Left { from, outer: 1, inner: dy.stride, rows, c });
-        }
-        // SAFETY: the check above ensures that rows and columns are in bounds.
-        unsafe { tiles::multiply(&lefts, &right, m, k, true, rounded) }
-    });
+    let mut by_rounding: BTreeMap<Option<Path>, Vec<tiles::Left>> = BTreeMap::new();
+    for g in gradients.iter() {
+        let (from, rows, c) = (&dy.data[g.col..], g.dw.rows, g.dw.data);
+        let left = tiles::Left { from, outer: 1, inner: dy.stride, rows, c };
+        by_rounding.entry(g.rounding).or_default().push(left);
+    }
+    // SAFETY: the check above ensures that rows and columns are in bounds.
+    by_rounding.retain(|rounding, lefts| unsafe { !tiles::multiply(lefts, &right, m, k, true, *rounding) });
     let (side, panel) = gemm::tile_shape();
     // For each task: the destination, the first column of dy, the number of groups of a tile's rows, and the number of groups
     // before them.
     let mut before = 0;
     let outputs: Vec<(Shared, usize, usize, usize)> = gradients
         .iter()
-        .filter(|g| !done[usize::from(g.bf16)])
+        .filter(|g| by_rounding.contains_key(&g.rounding))
         .map(|g| {
             let groups = g.dw.rows.div_ceil(side);
             before += groups;

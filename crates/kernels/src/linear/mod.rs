@@ -5,13 +5,13 @@
 //! `x`, its row of the weight and the inner size. They never depend on other rows or columns of the call. Weight gradients sum
 //! over the rows in order.
 //!
-//! Sums are `f32`. Some CPUs multiply bf16, in matrix tiles or in vectors ([`crate::rounds_bf16`]). On these CPUs, a product with
+//! Sums are `f32`. Some CPUs multiply bf16, in matrix tiles or in vectors ([`Arithmetic::rounds_bf16`]). On these CPUs, a product with
 //! a bf16 weight also rounds the other factor to bf16, the gradient of the weight rounds both factors, and a bf16 number below
 //! 2⁻¹²⁶ counts as zero. On other CPUs, bf16 is widened and nothing is rounded.
 //!
 //! Decoding multiplies quantised weights without widening ([`crate::quant`]), and so do products of many rows if
-//! [`crate::quant::one_kernel`]. Other products widen them piece by piece: to bf16 if the CPU multiplies bf16, else to f32
-//! ([`crate::quant::keep_inputs`] forces f32 everywhere).
+//! [`Arithmetic::one_kernel`]. Other products widen them piece by piece: to bf16 if the CPU multiplies bf16, else to f32
+//! ([`Arithmetic::keeps_inputs`] forces f32 everywhere).
 //!
 //! Several layers with the same input (queries, keys and values; gate and up) run as one call.
 
@@ -27,7 +27,7 @@ pub use rows::forward_rows_into;
 use crate::mat::{Mat, MatMut};
 use crate::quant::{PANEL, QuantRows};
 use crate::workspace::{WIDE, reserve};
-use crate::{Stored, Weight, quant, rounds_bf16};
+use crate::{Arithmetic, Stored, Weight};
 
 /// One layer of a call: a weight with its bias.
 #[derive(Clone, Copy, Debug)]
@@ -87,7 +87,8 @@ fn each_wide(layers: &[Layer], mut f: impl FnMut(usize, Layer)) {
                 let n = step.min(total - start);
                 let bias = layer.bias.map(|bias| &bias[start..start + n]);
                 let (w, wide) = (w.rows(start, start + n), reserve(&mut scratch, n * k));
-                let w = if rounds_bf16() && !quant::keeps_inputs() {
+                let arithmetic = layer.w.arithmetic();
+                let w = if arithmetic.rounds_bf16() && !arithmetic.keeps_inputs {
                     // SAFETY: the memory of each f32 has room for two bf16, and any bits are valid for both types.
                     let wide = unsafe { std::slice::from_raw_parts_mut(wide.as_mut_ptr().cast(), n * k) };
                     w.widen_bf16(wide);
@@ -96,7 +97,7 @@ fn each_wide(layers: &[Layer], mut f: impl FnMut(usize, Layer)) {
                     w.widen(wide);
                     Weight::f32(wide, n, k)
                 };
-                f(col + start, Layer { w, bias });
+                f(col + start, Layer { w: w.with(arithmetic), bias });
             }
             WIDE.set(scratch);
         } else {
@@ -109,12 +110,17 @@ fn each_wide(layers: &[Layer], mut f: impl FnMut(usize, Layer)) {
 /// A quantised weight with its bias.
 type FewBits<'a> = (QuantRows<'a>, Option<&'a [f32]>);
 
-/// Splits layers into runs whose weights have the same number of bits. Returns each run with its quantised weights, which are none
-/// or all.
+/// Splits layers into runs whose weights have the same number of bits and the same arithmetic. Returns each run, which is not empty,
+/// with its quantised weights, which are none or all.
 fn alike<'l, 'a>(layers: &'l [Layer<'a>]) -> impl Iterator<Item = (Vec<FewBits<'a>>, &'l [Layer<'a>])> {
-    let bits = |layer: &Layer| layer.few_bits().map(QuantRows::bits);
-    let runs = layers.chunk_by(move |a, b| bits(a) == bits(b));
+    let kind = |layer: &Layer| (layer.few_bits().map(QuantRows::bits), layer.w.arithmetic());
+    let runs = layers.chunk_by(move |a, b| kind(a) == kind(b));
     runs.map(|run| (run.iter().filter_map(|l| Some((l.few_bits()?, l.bias))).collect(), run))
+}
+
+/// Returns the arithmetic of layers that are alike.
+fn arithmetic_of(layers: &[Layer]) -> Arithmetic {
+    layers.first().map_or_else(Arithmetic::default, |layer| layer.w.arithmetic())
 }
 
 fn any_quantised(layers: &[Layer]) -> bool {

@@ -1,10 +1,10 @@
 //! Linear layers for few rows: decoding.
 
-use super::{Layer, alike, any_quantised, dims_of, fit, outputs, work};
+use super::{Layer, alike, any_quantised, arithmetic_of, dims_of, fit, outputs, work};
 use crate::mat::{Mat, MatMut, check};
 use crate::microkernel::{self, Dots, WeightPtr};
 use crate::parallel::{Strips, tasks};
-use crate::paths::{self, Path};
+use crate::paths::Path;
 use crate::profile::{self, Op, span};
 use crate::workspace::{GROUPS, reserve};
 use crate::{Stored, quant, tiles};
@@ -20,7 +20,8 @@ pub fn forward_rows_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatM
     if m == 0 || n == 0 {
         return;
     }
-    if any_quantised(layers) {
+    let arithmetic = arithmetic_of(layers);
+    if any_quantised(layers) || layers.iter().any(|layer| layer.w.arithmetic() != arithmetic) {
         let mut col = 0;
         for (quantised, layers) in alike(layers) {
             let y = y.again().columns(col..col + outputs(layers));
@@ -28,14 +29,14 @@ pub fn forward_rows_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatM
             if quantised.is_empty() {
                 forward_rows_into(x, layers, accumulate, y);
             } else {
-                quant::forward_rows(x, &quantised, accumulate, y);
+                quant::forward_rows(x, &quantised, arithmetic_of(layers), accumulate, y);
             }
         }
         return;
     }
     let mut scratch = GROUPS.take();
     let dtypes = [false, true].map(|bf16| layers.iter().any(|layer| layer.w.is_bf16() == bf16));
-    let path = paths::path();
+    let path = arithmetic.path();
     let tiled = dtypes[1] && k > 0 && path == Path::Amx;
     let paired = dtypes[1] && path == Path::Dot;
     let plain_len = microkernel::packed_len(m, k);

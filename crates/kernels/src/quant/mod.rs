@@ -17,46 +17,18 @@
 
 mod rows;
 
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use half::bf16;
 
 use crate::parallel;
-use crate::paths::{self, Path};
 
 pub(crate) use rows::forward_rows;
 
-static KEEP_INPUTS: AtomicBool = AtomicBool::new(false);
-
-/// Keeps the inputs of products with quantised weights in f32, both for many rows and for few, so that the two differ only in the
-/// order of sums.
-///
-/// By default, products of few rows round inputs if [`rounds_inputs`]. Products of many rows round them in the same way if
-/// [`one_kernel`], else if [`crate::rounds_bf16`]. Do not call this function while a kernel runs.
-pub fn keep_inputs(keep: bool) {
-    KEEP_INPUTS.store(keep, Ordering::Relaxed);
-}
-
-pub(crate) fn keeps_inputs() -> bool {
-    KEEP_INPUTS.load(Ordering::Relaxed)
-}
-
-/// Returns true if products of few rows with quantised weights convert their inputs to bytes, because this CPU multiplies bytes
-/// faster.
-#[must_use]
-pub fn rounds_inputs() -> bool {
+/// Returns true if the CPU has fast products of bytes and the user has not disabled them.
+pub(crate) fn multiplies_bytes() -> bool {
     #[cfg(target_arch = "x86_64")]
     return rows::bytes::available();
     #[cfg(not(target_arch = "x86_64"))]
     false
-}
-
-/// Returns true if products of many rows with quantised weights use the kernel of decoding, so that a row has the same bits in
-/// both. This is the case if the CPU multiplies bytes ([`rounds_inputs`]) and has no matrix tiles, which multiply many rows
-/// several times as fast.
-#[must_use]
-pub fn one_kernel() -> bool {
-    rounds_inputs() && paths::path() != Path::Amx
 }
 
 /// Number of weights in a group, which share a minimum and a step.

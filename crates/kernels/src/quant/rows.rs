@@ -1,5 +1,5 @@
 //! Products with weights of 8 or 4 bits that multiply codes: of few rows (decoding), and of many if
-//! [`one_kernel`](super::one_kernel).
+//! [`Arithmetic::one_kernel`].
 //!
 //! A group of weights has a minimum `m` and a step `s`. Its product with the inputs is `s·Σ q x + m·Σ x`. Codes are therefore
 //! multiplied without conversion to weights, and the scales are applied once per group.
@@ -17,8 +17,9 @@
 //!
 //! The error is `s·Σ (q − c)(x − a z)`, at most `s·L/2·Σ a/2`. Sums of bytes are exact.
 //!
-//! [`keep_inputs`](super::keep_inputs) disables the conversion to bytes.
+//! With [`Arithmetic::keeps_inputs`], inputs are not converted to bytes.
 
+use crate::Arithmetic;
 use crate::mat::{Mat, MatMut, check};
 use crate::parallel::ranges;
 use crate::simd::{Simd, store_ptr};
@@ -27,8 +28,14 @@ use super::{GROUP, LANE, Line, PANEL, QuantBits, QuantRows};
 
 /// Computes `y [m, Σ n] = x [m, k] Wᵀ + b` for layers whose weights have the same number of bits. Adds to `y` if `accumulate`.
 ///
-/// The bits of a row depend only on its inputs, the weights and `k`.
-pub(crate) fn forward_rows(x: Mat, layers: &[(QuantRows, Option<&[f32]>)], accumulate: bool, mut y: MatMut) {
+/// The bits of a row depend only on its inputs, the weights, the arithmetic and `k`.
+pub(crate) fn forward_rows(
+    x: Mat,
+    layers: &[(QuantRows, Option<&[f32]>)],
+    arithmetic: Arithmetic,
+    accumulate: bool,
+    mut y: MatMut,
+) {
     let (m, k) = x.dims();
     let Some((first, _)) = layers.first() else { return };
     let bits = first.bits;
@@ -46,14 +53,19 @@ pub(crate) fn forward_rows(x: Mat, layers: &[(QuantRows, Option<&[f32]>)], accum
     for start in (0..m).step_by(block) {
         let rows = start..m.min(start + block);
         let y = y.again().row_range(rows.clone());
-        multiply(x.row_range(rows), layers, bits, accumulate, y);
+        multiply(&Inputs::new(x.row_range(rows), bits, arithmetic), layers, bits, accumulate, y);
     }
 }
 
 /// Multiplies rows whose inputs stay in the cache.
-fn multiply(x: Mat, layers: &[(QuantRows, Option<&[f32]>)], bits: QuantBits, accumulate: bool, y: MatMut) {
-    let ((m, k), n) = (x.dims(), y.cols);
-    let inputs = Inputs::new(x, bits);
+fn multiply(
+    inputs: &Inputs,
+    layers: &[(QuantRows, Option<&[f32]>)],
+    bits: QuantBits,
+    accumulate: bool,
+    y: MatMut,
+) {
+    let ((m, n), k) = (y.dims(), layers.first().map_or(0, |(w, _)| w.k));
     let of = |w: &QuantRows| (w.first + w.n).div_ceil(PANEL);
     let panels = layers.iter().map(|(w, _)| of(w)).sum();
     ranges(panels, 1, m * n * k / 8, |panels| {
@@ -95,12 +107,12 @@ struct Sums {
 }
 
 impl Inputs {
-    fn new(x: Mat, bits: QuantBits) -> Self {
+    fn new(x: Mat, bits: QuantBits, arithmetic: Arithmetic) -> Self {
         #[cfg(target_arch = "x86_64")]
-        if bytes::available() {
+        if arithmetic.rounds_inputs() {
             return Self::Bytes(bytes::Inputs::new(x, bits));
         }
-        let _ = bits;
+        let _ = (bits, arithmetic);
         let ((m, k), groups) = (x.dims(), x.cols.div_ceil(GROUP));
         let mut padded = vec![0.0; m * groups * GROUP];
         for (i, to) in padded.chunks_exact_mut((groups * GROUP).max(1)).enumerate() {
@@ -283,7 +295,7 @@ pub(crate) mod bytes {
     /// Returns true if the instructions work on this machine and are not disabled.
     pub(crate) fn available() -> bool {
         let works = probe::vnni().works && is_x86_feature_detected!("avx512bw");
-        works && simd::allowed(Instructions::Pairs) && !super::super::keeps_inputs()
+        works && simd::allowed(Instructions::Pairs)
     }
 
     /// Returns the ratio of an input to the mean of the others above which the input is multiplied as f32.

@@ -43,7 +43,7 @@ use half::bf16;
 use crate::Stored;
 use crate::mat::Mat;
 use crate::parallel::Shared;
-use crate::paths::{self, Path};
+use crate::paths::Path;
 
 /// Returns true if products run on matrix tiles, that is, if CPU and system support tiles and the user has not disabled them.
 #[must_use]
@@ -61,12 +61,6 @@ pub(crate) fn has_pairs() -> bool {
     return pairs::available();
     #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
     false
-}
-
-/// Returns true if products with a bf16 weight round the other factor to bf16, because their instructions multiply only bf16.
-#[must_use]
-pub fn rounds_bf16() -> bool {
-    paths::path() != Path::Widened
 }
 
 /// Rows of the left operand, and the destination of their products.
@@ -95,8 +89,8 @@ pub(crate) struct Right<'a> {
 }
 
 /// Computes `c = left · right (+ bias)` for every left and every right operand with inner size `k`, and adds the previous `c` if
-/// `old`. If `rounded`, both factors are rounded to bf16. Returns `false`, without writing anything, if this CPU does not support
-/// the product.
+/// `old`. With a path in `rounding`, both factors are rounded to bf16. Returns `false`, without writing anything, if the path widens
+/// or this CPU does not support the product.
 ///
 /// # Safety
 /// All elements that sizes and strides address must exist in operands and outputs. Outputs must not overlap. All left operands
@@ -108,25 +102,24 @@ pub(crate) unsafe fn multiply(
     k: usize,
     ldc: usize,
     old: bool,
-    rounded: bool,
+    rounding: Option<Path>,
 ) -> bool {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    if k > 0 && if rounded { rounds_bf16() } else { amx::available() } {
+    if k > 0 && rounding.map_or_else(amx::available, |path| path != Path::Widened) {
         debug_assert!(lefts.windows(2).all(|w| (w[0].outer, w[0].inner) == (w[1].outer, w[1].inner)));
         if lefts.iter().all(|left| left.rows == 0) || rights.iter().all(|right| right.columns == 0) {
             return true;
         }
         // SAFETY: guaranteed by this function's contract, and the CPU has the instructions.
         unsafe {
-            if rounded {
-                product::multiply::<1>(lefts, rights, k, ldc, old, paths::path() == Path::Amx);
-            } else {
-                product::multiply::<{ amx::PARTS }>(lefts, rights, k, ldc, old, true);
+            match rounding {
+                Some(path) => product::multiply::<1>(lefts, rights, k, ldc, old, path == Path::Amx),
+                None => product::multiply::<{ amx::PARTS }>(lefts, rights, k, ldc, old, true),
             }
         }
         return true;
     }
-    let _ = (lefts, rights, k, ldc, old, rounded);
+    let _ = (lefts, rights, k, ldc, old, rounding);
     false
 }
 

@@ -3,15 +3,15 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use omnigrpo_kernels::Stored;
+use omnigrpo_kernels::{Arithmetic, Stored};
 use omnigrpo_ops::{Device, Param};
 
 use super::Model;
 use crate::checkpoint::Checkpoint;
 use crate::error::Result;
 use crate::weights::{
-    Chosen, FileSource, OutlineOf, OutlineSource, Quantization, RandomSource, ReferenceSource, TensorDigests,
-    WeightDtype, WeightFiles,
+    Chosen, FileSource, FrozenWeights, OutlineOf, OutlineSource, Quantization, RandomSource, ReferenceSource,
+    TensorDigests, WeightDtype, WeightFiles,
 };
 use omnigrpo_kernels::checksum::checksum;
 
@@ -28,6 +28,8 @@ pub struct LoadOptions<'a> {
     /// cannot be written or trained. Processes of one machine share their memory. The files must not change while the model is
     /// in use ([`Model::files_unchanged`]).
     pub in_place: Option<Chosen<'a>>,
+    /// How a CPU multiplies with the weights.
+    pub arithmetic: Arithmetic,
     /// Seed of random weights, for training from scratch and for benchmarks; `None` to read the checkpoint's files.
     pub random: Option<u64>,
     /// True to compute a digest of each tensor while it is read ([`Model::tensor_digests`]).
@@ -73,21 +75,26 @@ impl Model {
     /// Loads a checkpoint. All weights start frozen.
     ///
     /// # Errors
-    /// Returns an error if files are unreadable, tensors do not fit or the configuration is invalid.
+    /// Returns an error if files are unreadable, tensors do not fit, the configuration is invalid, or the CPU cannot use the
+    /// arithmetic.
     pub fn load(checkpoint: &Checkpoint, options: &LoadOptions) -> Result<Self> {
-        let LoadOptions { dtype, quantization, device, in_place, random, digests, outline } = *options;
+        let LoadOptions { dtype, quantization, device, in_place, arithmetic, random, digests, outline } =
+            *options;
+        arithmetic.check()?;
         let family = checkpoint.family();
         let architecture = family.architecture();
         let new = |network, params, outside| Self::new(checkpoint.clone(), network, params, outside, device);
         if outline {
             let files = if random.is_some() { None } else { Some(weight_files(checkpoint)?.0) };
-            let mut source = OutlineSource { files: files.as_ref(), dtype, quantization, params: Vec::new() };
+            let (files, params) = (files.as_ref(), Vec::new());
+            let mut source = OutlineSource { files, dtype, quantization, arithmetic, params };
             let network = architecture.network(&mut source)?;
             return Ok(new(network, source.params, HashSet::new()));
         }
         if let Some(seed) = random {
             let std = architecture.initializer_range();
-            let mut source = RandomSource { seed, std, dtype, quantization, params: Vec::new() };
+            let params = Vec::new();
+            let mut source = RandomSource { seed, std, dtype, quantization, arithmetic, params };
             let network = architecture.network(&mut source)?;
             let mut model = new(network, source.params, HashSet::new());
             // The seed determines the weights.
@@ -98,7 +105,8 @@ impl Model {
         if digests {
             files.keep_digests();
         }
-        let mut source = FileSource::new(&files, dtype).quantised(quantization).in_place(in_place);
+        let how = FrozenWeights { arithmetic, ..dtype.into() };
+        let mut source = FileSource::new(&files, how).quantised(quantization).in_place(in_place);
         let network = architecture.network(&mut source)?;
         let mut model = new(network, source.finish(family.name())?, outside);
         model.digests = files.digests();

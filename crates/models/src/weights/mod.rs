@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use omnigrpo_kernels::quant::{GROUP, QuantBits, QuantMatrix};
-use omnigrpo_kernels::{Stored, parallel};
+use omnigrpo_kernels::{Arithmetic, Stored, parallel};
 use omnigrpo_ops::{Linear, Norm, Param, ParamDtype, Part, Values};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -225,6 +225,8 @@ pub struct FrozenWeights {
     pub is_outline: bool,
     /// Receives a digest of each tensor, computed while it is read. An outline then reads its files, too. `None` if nobody needs them.
     pub digests: Option<SharedDigests>,
+    /// How a CPU multiplies with the weights.
+    pub arithmetic: Arithmetic,
 }
 
 impl From<WeightDtype> for FrozenWeights {
@@ -244,17 +246,29 @@ pub struct FileSource<'a> {
     problems: Vec<String>,
     params: Vec<Arc<Param>>,
     digests: Option<SharedDigests>,
+    arithmetic: Arithmetic,
 }
 
 impl<'a> FileSource<'a> {
     /// Creates a source over open files.
     pub fn new(files: &'a WeightFiles, how: impl Into<FrozenWeights>) -> Self {
-        let FrozenWeights { dtype, is_outline, digests } = how.into();
+        let FrozenWeights { dtype, is_outline, digests, arithmetic } = how.into();
         if digests.is_some() {
             files.keep_digests();
         }
         let (used, problems, params) = (HashSet::new(), Vec::new(), Vec::new());
-        Self { files, dtype, is_outline, quantization: None, in_place: None, used, problems, params, digests }
+        Self {
+            files,
+            dtype,
+            is_outline,
+            quantization: None,
+            in_place: None,
+            used,
+            problems,
+            params,
+            digests,
+            arithmetic,
+        }
     }
 
     /// Quantises the selected weights as they are read.
@@ -274,8 +288,10 @@ impl<'a> FileSource<'a> {
     /// Returns all weights that were requested.
     ///
     /// # Errors
-    /// Returns [`ModelError::Tensors`], which lists every missing, extra, mis-shaped or non-finite tensor.
+    /// Returns [`ModelError::Tensors`], which lists every missing, extra, mis-shaped or non-finite tensor, or an error if the CPU
+    /// cannot use the arithmetic.
     pub fn finish(mut self, family: &'static str) -> Result<Vec<Arc<Param>>> {
+        self.arithmetic.check()?;
         let mut extra: Vec<_> = self.files.names().filter(|n| !self.used.contains(*n)).collect();
         extra.sort_unstable();
         self.problems
@@ -298,7 +314,7 @@ impl<'a> FileSource<'a> {
 
 impl FileSource<'_> {
     fn hand_out(&mut self, param: Param) -> Arc<Param> {
-        let param = Arc::new(param);
+        let param = Arc::new(param.with(self.arithmetic));
         self.params.push(Arc::clone(&param));
         param
     }
@@ -370,6 +386,7 @@ pub(crate) struct OutlineSource<'a> {
     pub(crate) files: Option<&'a WeightFiles>,
     pub(crate) dtype: WeightDtype,
     pub(crate) quantization: Option<Quantization<'a>>,
+    pub(crate) arithmetic: Arithmetic,
     pub(crate) params: Vec<Arc<Param>>,
 }
 
@@ -382,7 +399,7 @@ impl WeightSource for OutlineSource<'_> {
         });
         let quantised = self.quantization.filter(|q| q.takes(name, part, shape));
         let dtype = quantised.map_or(dense, |q| ParamDtype::Quantised(q.bits));
-        let param = Arc::new(Param::outline(name, part, shape, dtype));
+        let param = Arc::new(Param::outline(name, part, shape, dtype).with(self.arithmetic));
         self.params.push(Arc::clone(&param));
         Ok(param)
     }
@@ -413,6 +430,8 @@ pub struct RandomSource<'a> {
     pub dtype: WeightDtype,
     /// Quantisation of the weights, if any.
     pub quantization: Option<Quantization<'a>>,
+    /// How a CPU multiplies with the weights.
+    pub arithmetic: Arithmetic,
     /// Weights that were requested so far.
     pub params: Vec<Arc<Param>>,
 }
@@ -437,9 +456,8 @@ impl WeightSource for RandomSource<'_> {
         }
         let values = Values::F32(data);
         let values = if self.dtype == WeightDtype::BFloat16 { values.into_bf16() } else { values };
-        let param = Arc::new(
-            hold(name, part, shape, values, self.quantization.as_ref())?.map_err(ModelError::weights)?,
-        );
+        let param = hold(name, part, shape, values, self.quantization.as_ref())?;
+        let param = Arc::new(param.map_err(ModelError::weights)?.with(self.arithmetic));
         self.params.push(Arc::clone(&param));
         Ok(param)
     }
@@ -495,6 +513,7 @@ impl WeightSource for ReferenceSource<'_> {
         };
         let param = if param.trainable() {
             let lent = self.files.and_then(|files| files.on_loan(param));
+            let lent = lent.map(|lent| lent.with(param.arithmetic()));
             Arc::new(lent.unwrap_or_else(|| param.frozen_copy()))
         } else if param.adapter().is_some() {
             Arc::new(param.bare())
@@ -529,7 +548,7 @@ impl WeightSource for OutlineOf<'_> {
         let Some(weight) = self.weights.get(name) else {
             return Err(ModelError::weights(format!("outline: the model has no tensor {name}")));
         };
-        let param = Arc::new(Param::outline(name, part, shape, weight.dtype()));
+        let param = Arc::new(Param::outline(name, part, shape, weight.dtype()).with(weight.arithmetic()));
         self.params.push(Arc::clone(&param));
         Ok(param)
     }

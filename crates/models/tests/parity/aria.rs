@@ -3,11 +3,10 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use omnigrpo_kernels::quant::keep_inputs;
 use omnigrpo_media::aria::AriaProcessor;
 use omnigrpo_media::{Limits as MediaLimits, Orientation, load_image};
 use omnigrpo_models::{
-    Checkpoint, Features, GroupStream, LoadOptions, MediaSettings, MediumShape, Memories, Model,
+    Arithmetic, Checkpoint, Features, GroupStream, LoadOptions, MediaSettings, MediumShape, Memories, Model,
     PackedStream, Prompt, Quantization, RouterPlan, Training, WeightDtype,
 };
 use omnigrpo_ops::{ParamDtype, Part, QuantBits};
@@ -385,7 +384,9 @@ fn experts_of_few_bits() {
         let keep = |_: &str, _: Part| false;
         let quantization = Some(Quantization { bits, keep: &keep });
         let dense = LoadOptions { dtype: WeightDtype::Float32, ..LoadOptions::default() };
-        let options = LoadOptions { quantization, ..dense };
+        // With float32 inputs, a quantised model and its widened weights multiply the same numbers.
+        let arithmetic = Arithmetic { keeps_inputs: true, ..Arithmetic::default() };
+        let options = LoadOptions { quantization, arithmetic, ..dense };
         let mut few = Model::load(&opened, &LoadOptions { random: Some(5), ..options }).unwrap();
         let mut wide = Model::load(&opened, &LoadOptions { random: Some(5), ..dense }).unwrap();
         let mut on_card =
@@ -414,10 +415,7 @@ fn experts_of_few_bits() {
             pass.backward(&[1.0, -0.5, 0.25, 2.0, -1.0, 0.75], None).unwrap();
             (logprobs, take_gradients(model))
         };
-        // With float32 inputs, both models multiply the same numbers. No other test of this program needs rounded ones.
-        keep_inputs(true);
         let ((got, few_grads), (want, wide_grads)) = (run(&mut few), run(&mut wide));
-        keep_inputs(false);
         assert!(max_diff(&got, &want) <= 1e-4, "{bits:?}: {}", max_diff(&got, &want));
         assert_close(&few_grads, &wide_grads, 1e-3, "quantised");
         // The kernels of a GPU round to bf16 what they multiply.

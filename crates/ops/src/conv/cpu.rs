@@ -6,7 +6,6 @@ use omnigrpo_kernels::linear::Gradient;
 use omnigrpo_kernels::{Mat, MatMut, conv, linear as product};
 
 use crate::cpu::{Cpu, accumulate, with_layers};
-use crate::param::ParamDtype;
 use crate::rows::RowOps;
 
 use super::*;
@@ -27,10 +26,10 @@ impl ConvOps for Cpu {
         let (weight, taps) = (layer.weight(), patches.taps);
         pieces(x, patches, |rows, unfolded, sources| {
             let dy = dy.mat().row_range(rows.clone());
-            let bf16 = weight.dtype() == ParamDtype::Bf16;
+            let rounding = weight.rounding();
             accumulate(weight, |dw| {
                 let dw = MatMut::new(dw, layer.n(), layer.k());
-                product::backward_weight(dy, unfolded, &mut [Gradient { dw, col: 0, bf16 }]);
+                product::backward_weight(dy, unfolded, &mut [Gradient { dw, col: 0, rounding }]);
             });
             if let Some(bias) = layer.bias() {
                 accumulate(bias, |db| product::backward_bias(dy, db));

@@ -3,7 +3,6 @@
 use omnigrpo_kernels::{MatMut, Weight, experts as grouped};
 
 use crate::cpu::{Cpu, accumulate};
-use crate::param::ParamDtype;
 
 use super::*;
 
@@ -19,10 +18,10 @@ impl ExpertOps for Cpu {
     }
 
     fn experts_dw(&self, x: &Rows, dy: &Rows, layer: &ExpertLinear, routes: &Routes) {
-        let bf16 = layer.weight().dtype() == ParamDtype::Bf16;
+        let rounding = layer.weight().rounding();
         accumulate(layer.weight(), |dw| {
             let dw = MatMut::new(dw, layer.experts() * layer.k(), layer.n());
-            grouped::backward_weight(dy.mat(), x.mat(), routes.groups(), bf16, dw);
+            grouped::backward_weight(dy.mat(), x.mat(), routes.groups(), rounding, dw);
         });
     }
 }

@@ -3,7 +3,7 @@
 use omnigrpo_gpu::{Dtype, piece};
 
 use crate::outline::{Outline, Span, card, dtype, factor, in_f32, reach};
-use crate::work::{Call, note};
+use crate::work::{Call, Form, note};
 
 use super::*;
 
@@ -32,8 +32,8 @@ impl HeadOps for Outline {
     }
 
     fn logits(&self, normed: &Rows, head: &Param) -> Rows {
-        let (rows, h, dtype) = (normed.rows(), normed.cols(), head.dtype());
-        note(|| Call::Logits { rows, h, v: head.len() / h.max(1), dtype });
+        let (rows, h, form) = (normed.rows(), normed.cols(), Form::of(head));
+        note(|| Call::Logits { rows, h, v: head.len() / h.max(1), form });
         in_f32(normed.rows(), head.len() / normed.cols().max(1))
     }
 
@@ -59,6 +59,6 @@ fn pieces(normed: &Rows, head: &Param, back: bool) -> Vec<Span> {
 /// Lists the scoring of rows by the head. `back` is `None` for the forward pass; for the backward pass, it is true if the head is
 /// trained.
 fn note_score(normed: &Rows, head: &Param, back: Option<bool>) {
-    let (rows, h, dtype) = (normed.rows(), normed.cols(), head.dtype());
-    note(|| Call::Score { rows, h, v: head.len() / h.max(1), dtype, back });
+    let (rows, h, form) = (normed.rows(), normed.cols(), Form::of(head));
+    note(|| Call::Score { rows, h, v: head.len() / h.max(1), form, back });
 }

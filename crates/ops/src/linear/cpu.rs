@@ -6,7 +6,7 @@ use omnigrpo_kernels::{Mat, MatMut, dropout, linear as product};
 
 use crate::cpu::{Cpu, accumulate, with_layers};
 use crate::device::Device;
-use crate::param::{GradGuard, ParamDtype};
+use crate::param::GradGuard;
 use crate::rows::RowOps;
 
 use super::*;
@@ -48,9 +48,8 @@ impl LinearOps for Cpu {
         let mut at = col;
         for (layer, buffer) in layers.iter().zip(&mut buffers) {
             if let Some(buffer) = buffer {
-                let bf16 = layer.weight().dtype() == ParamDtype::Bf16;
                 let dw = MatMut::new(buffer.cpu(), layer.n(), layer.k());
-                gradients.push(Gradient { dw, col: at, bf16 });
+                gradients.push(Gradient { dw, col: at, rounding: layer.weight().rounding() });
             }
             at += layer.n();
         }

@@ -7,8 +7,9 @@ mod values;
 use std::sync::Arc;
 
 use memmap2::Mmap;
-use omnigrpo_kernels::Stored;
+use omnigrpo_kernels::paths::Path;
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
+use omnigrpo_kernels::{Arithmetic, Stored};
 
 use crate::error::{Error, Result};
 
@@ -64,6 +65,7 @@ pub struct Param {
     part: Part,
     dtype: ParamDtype,
     shape: Vec<usize>,
+    arithmetic: Arithmetic,
     storage: Storage,
     trained: Trained,
 }
@@ -143,7 +145,25 @@ impl Param {
     }
 
     fn over(name: String, part: Part, data: Data, dtype: ParamDtype, shape: Vec<usize>) -> Self {
-        Self { name, part, dtype, shape, storage: Storage::new(data), trained: Trained::default() }
+        let (arithmetic, storage, trained) = (Arithmetic::default(), Storage::new(data), Trained::default());
+        Self { name, part, dtype, shape, arithmetic, storage, trained }
+    }
+
+    /// Multiplies with the weight by this arithmetic, if it is on a CPU.
+    #[must_use]
+    pub fn with(self, arithmetic: Arithmetic) -> Self {
+        Self { arithmetic, ..self }
+    }
+
+    /// Returns how a CPU multiplies with the weight.
+    #[must_use]
+    pub fn arithmetic(&self) -> Arithmetic {
+        self.arithmetic
+    }
+
+    /// Returns the path of products with the weight if it is stored as bf16.
+    pub(crate) fn rounding(&self) -> Option<Path> {
+        (self.dtype == ParamDtype::Bf16).then(|| self.arithmetic.path())
     }
 
     pub fn name(&self) -> &str {
@@ -200,6 +220,7 @@ impl Param {
             part: self.part,
             dtype: self.dtype,
             shape: self.shape.clone(),
+            arithmetic: self.arithmetic,
             storage: self.storage.clone(),
             trained: Trained::default(),
         }

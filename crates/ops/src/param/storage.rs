@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 use half::bf16;
 use memmap2::Mmap;
 use omnigrpo_kernels::quant::QuantMatrix;
-use omnigrpo_kernels::{Stored, Weight};
+use omnigrpo_kernels::{Arithmetic, Stored, Weight};
 
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -118,7 +118,10 @@ impl Storage {
 }
 
 /// Read access to the values of a weight.
-pub struct WeightGuard<'a>(Reading<'a>);
+pub struct WeightGuard<'a> {
+    values: Reading<'a>,
+    arithmetic: Arithmetic,
+}
 
 enum Reading<'a> {
     Dense(RwLockReadGuard<'a, Values>),
@@ -138,7 +141,7 @@ impl Drop for Loan<'_> {
 
 impl WeightGuard<'_> {
     pub fn stored(&self) -> Stored<'_> {
-        match &self.0 {
+        match &self.values {
             Reading::Dense(values) => match &**values {
                 Values::F32(data) => Stored::F32(data),
                 Values::Bf16(data) => Stored::Bf16(data),
@@ -149,12 +152,12 @@ impl WeightGuard<'_> {
         }
     }
 
-    /// Returns the values as `[n, k]`, whatever the published shape.
+    /// Returns the values as `[n, k]`, whatever the published shape, with the arithmetic of the weight.
     ///
     /// # Panics
     /// Panics if the number of elements is not `n · k`.
     pub fn weight(&self, n: usize, k: usize) -> Weight<'_> {
-        Weight::new(self.stored(), n, k)
+        Weight::new(self.stored(), n, k).with(self.arithmetic)
     }
 
     /// Returns the values as f32. This is meant for vectors (norms, biases), because values of other dtypes are copied.
@@ -266,7 +269,7 @@ impl Param {
 
     /// Locks the values for reading.
     pub fn read(&self) -> WeightGuard<'_> {
-        WeightGuard(match &self.storage.data {
+        let values = match &self.storage.data {
             Data::Dense(values) => Reading::Dense(values.read()),
             Data::Quantised(matrix) => Reading::Quantised(&matrix.host),
             // For a few pages, the system call costs more than it saves.
@@ -274,7 +277,8 @@ impl Param {
                 Reading::OnLoan(Loan(&mapped.host))
             }
             Data::Mapped(mapped) => Reading::Mapped(mapped.host.stored()),
-        })
+        };
+        WeightGuard { values, arithmetic: self.arithmetic }
     }
 
     /// Overwrites the values in place with f32 values, for the optimizer and for loading. For a bf16 weight, they are rounded to

@@ -34,7 +34,7 @@ pub fn doctor(settings: &Settings, context: &Context) -> Result<()> {
         let used = if feature.works { "works" } else { "not used" };
         line(&format!("  {}", feature.name), format!("{used}: {}", feature.why));
     }
-    for (name, value) in rates::lines() {
+    for (name, value) in rates::lines(setup::arithmetic(settings)) {
         line(&name, value);
     }
     line("memory", system_memory().unwrap_or_else(|| "unknown".into()));

@@ -30,7 +30,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use anyhow::{Context as _, Result};
-use omnigrpo_kernels::paths::Path;
 use omnigrpo_models::{Checkpoint, FrozenWeights, Orientation, PromptBuilder};
 use omnigrpo_observe::{Console, escape, stdout_columns, wrap};
 use omnigrpo_ops::Device;
@@ -43,7 +42,6 @@ use setup::Functions;
 
 use crate::settings::Settings;
 use crate::settings::flags::Verb;
-use crate::settings::names::{Bf16Products, QuantizedActivations};
 use crate::settings::problem::Problem;
 use crate::settings::values::Resolved;
 
@@ -272,15 +270,7 @@ pub fn ready(resolved: &Resolved, context: &Context) -> Result<Resolved> {
 fn prepare_process(resolved: &Resolved, context: &Context, threads: Option<usize>) -> Result<Resolved> {
     // This must precede the start of threads, because instructions are tried in a child process.
     let doubts = omnigrpo_kernels::probe::doubts();
-    let activations = resolved.settings.model.quantized_activations;
-    omnigrpo_kernels::quant::keep_inputs(activations == QuantizedActivations::Float32);
-    let path = match resolved.settings.model.bf16_products {
-        Bf16Products::Auto => None,
-        Bf16Products::Widened => Some(Path::Widened),
-        Bf16Products::Dot => Some(Path::Dot),
-        Bf16Products::Amx => Some(Path::Amx),
-    };
-    omnigrpo_kernels::paths::choose(path).map_err(|error| {
+    setup::arithmetic(&resolved.settings).check().map_err(|error| {
         Problem::failure(error.to_string())
             .help("`doctor` shows the ways that work; `--bf16_products auto` takes one of them")
     })?;

@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use half::bf16;
 use omnigrpo_kernels::linear::{self, Layer};
-use omnigrpo_kernels::paths::{self, Cpu, Path};
-use omnigrpo_kernels::quant::{QuantBits, QuantMatrix, rounds_inputs};
-use omnigrpo_kernels::{Mat, MatMut, Weight};
+use omnigrpo_kernels::paths::{Cpu, Path};
+use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
+use omnigrpo_kernels::{Arithmetic, Mat, MatMut, Weight};
 
 /// Sizes of the products: rows in training, rows in decoding, inputs, outputs.
 const ROWS: usize = 256;
@@ -19,9 +19,9 @@ const TURN: Duration = Duration::from_millis(20);
 /// Factor by which another path must be faster before `doctor` reports it. Rates of shared machines vary by a fifth.
 const DOUBT: f64 = 1.25;
 
-/// Measures every kind of weights for about a second. Returns pairs of name and text, one per line.
+/// Measures every kind of weights for about a second, with this arithmetic as the one in use. Returns pairs of name and text, one per line.
 // One table: the measurement of each kind of weights, then its line.
-pub fn lines() -> Vec<(String, String)> {
+pub fn lines(arithmetic: Arithmetic) -> Vec<(String, String)> {
     let noise = |len: usize| (0..len).map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0).collect::<Vec<f32>>();
     let (x, wide) = (noise(ROWS * INPUTS), noise(OUTPUTS * INPUTS));
     let narrow: Vec<bf16> = wide.iter().map(|&w| bf16::from_f32(w)).collect();
@@ -42,21 +42,19 @@ pub fn lines() -> Vec<(String, String)> {
         }
         (2 * rows * INPUTS * OUTPUTS) as f64 / best / 1e9
     };
-    let used = paths::path();
-    let chosen = paths::chosen();
+    let used = arithmetic.path();
     let (mut f32_rate, mut bf16_rates, mut few_rates) = (0.0f64, [None; Path::ALL.len()], [0.0f64; 2]);
     for _ in 0..TURNS {
         f32_rate = f32_rate.max(turn(Weight::f32(&wide, OUTPUTS, INPUTS), ROWS));
         for (path, rate) in Path::ALL.into_iter().zip(&mut bf16_rates) {
-            if paths::choose(Some(path)).is_ok() {
+            let given = Arithmetic { bf16_products: Some(path), ..arithmetic };
+            if given.check().is_ok() {
                 let best: f64 = rate.unwrap_or(0.0);
-                *rate = Some(best.max(turn(Weight::bf16(&narrow, OUTPUTS, INPUTS), ROWS)));
+                *rate = Some(best.max(turn(Weight::bf16(&narrow, OUTPUTS, INPUTS).with(given), ROWS)));
             }
         }
-        // The error is ignored, because the same choice worked before.
-        let _ = paths::choose(chosen);
         for (few, rate) in few.iter().flatten().zip(&mut few_rates) {
-            *rate = rate.max(turn(few.rows().into(), FEW_ROWS));
+            *rate = rate.max(turn(Weight::from(few.rows()).with(arithmetic), FEW_ROWS));
         }
     }
     let cpu = Cpu::here().map_or("unknown".to_owned(), |cpu| {
@@ -73,7 +71,7 @@ pub fn lines() -> Vec<(String, String)> {
         let text = rate.map_or("does not work here".to_owned(), |rate| format!("{rate:.0} GFLOP/s{is_used}"));
         line(&format!("bfloat16 {}", path.name()), text);
     }
-    let inputs = if rounds_inputs() { "bytes" } else { "float32" };
+    let inputs = if arithmetic.rounds_inputs() { "bytes" } else { "float32" };
     for (bits, rate) in ["8 bits", "4 bits"].iter().zip(few_rates) {
         line(bits, format!("{rate:.0} GFLOP/s with {FEW_ROWS} rows, activations in {inputs}"));
     }

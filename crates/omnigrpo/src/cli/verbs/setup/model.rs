@@ -3,13 +3,15 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
+use omnigrpo_kernels::Arithmetic;
+use omnigrpo_kernels::paths::Path;
 use omnigrpo_models::{Checkpoint, Family, Model, Part, QuantBits};
 use omnigrpo_ops::Device;
 use omnigrpo_train::{ModelPlan, Selection};
 
 use super::super::options;
 use super::hub::named_dir;
-use crate::settings::{Problem, Settings};
+use crate::settings::{Bf16Products, Problem, QuantizedActivations, Settings};
 
 /// Returns the checkpoint directory of `--model_name_or_path`: a directory, or a model in the local Hugging Face cache.
 pub fn checkpoint_dir(settings: &Settings) -> Result<PathBuf> {
@@ -36,6 +38,19 @@ pub fn selection(settings: &Settings, family: &Family) -> Selection {
     selection
 }
 
+/// Returns how the CPU multiplies with the weights of the models of a command.
+pub fn arithmetic(settings: &Settings) -> Arithmetic {
+    Arithmetic {
+        bf16_products: match settings.model.bf16_products {
+            Bf16Products::Auto => None,
+            Bf16Products::Widened => Some(Path::Widened),
+            Bf16Products::Dot => Some(Path::Dot),
+            Bf16Products::Amx => Some(Path::Amx),
+        },
+        keeps_inputs: settings.model.quantized_activations == QuantizedActivations::Float32,
+    }
+}
+
 /// Returns the plan of the model. With `use_peft` and no adapter, it gets new adapters.
 pub fn model_plan(settings: &Settings, checkpoint: &Checkpoint, device: Device) -> ModelPlan {
     let model = &settings.model;
@@ -48,6 +63,7 @@ pub fn model_plan(settings: &Settings, checkpoint: &Checkpoint, device: Device) 
             _ => None,
         },
         device,
+        arithmetic: arithmetic(settings),
         random: model.init_weights,
         adapter: model.adapter.clone(),
         lora: model.use_peft.then(|| settings.lora.clone()),

@@ -88,6 +88,7 @@ pub fn rewards(
         name.map(|name| named_dir("the model", &name, settings).map_err(|problem| problem.at(flag)))
             .transpose()
     };
+    let weights = FrozenWeights { arithmetic: super::arithmetic(settings), ..weights };
     let pictures = wants("explanation") && asked.scorers.explanation_clip_weight > 0.0;
     let scorers = ScorerOptions {
         clip_model: dir("--clip_model", pictures, &asked.scorers.clip_model)?,
