@@ -14,7 +14,7 @@ use omnigrpo_data::{ReadOptions, Roots};
 use omnigrpo_fetch::is_repo_name;
 use omnigrpo_grpo::{RECIPES, Recipe};
 use omnigrpo_guard::told;
-use omnigrpo_models::{LoraConfig, Opening, PromptSettings, WeightDtype};
+use omnigrpo_models::{GgufPrecision, LoraConfig, Opening, PromptSettings, WeightDtype};
 use omnigrpo_ranks::PATIENCE;
 use omnigrpo_rewards::{AccuracyMode, ExternalOptions, Reward, RewardOptions};
 use omnigrpo_rollout::Interaction;
@@ -26,7 +26,7 @@ use serde_json::{Map, Value as Json};
 use crate::settings::environment::{DEBUG_LOG, Environment};
 use crate::settings::flags;
 use crate::settings::names::{
-    AllowUrls, BatchUnit, Bf16Products, HubStrategy, QuantizedActivations, Tracker,
+    AllowUrls, BatchUnit, Bf16Products, ExportFormat, HubStrategy, QuantizedActivations, Tracker,
 };
 use crate::settings::problem::Problem;
 use crate::settings::values::{Values, take};
@@ -110,7 +110,8 @@ impl std::fmt::Display for DeviceChoice {
 #[derive(Clone, Debug, Default)]
 #[allow(missing_docs)]
 pub struct Io {
-    pub format: Option<String>,
+    pub dataset_format: Option<String>,
+    pub gguf_file: Option<PathBuf>,
     pub shell: Option<String>,
     pub directory: Option<PathBuf>,
     pub run_dirs: Vec<String>,
@@ -168,6 +169,10 @@ pub struct ModelSource {
     pub adapter: Option<PathBuf>,
     pub merge: bool,
     pub layout: Option<String>,
+    /// Files that `export` writes.
+    pub format: ExportFormat,
+    /// Precision of a GGUF file.
+    pub outtype: GgufPrecision,
     pub load_in_8bit: bool,
     pub load_in_4bit: bool,
     pub quantized_activations: QuantizedActivations,

@@ -27,6 +27,8 @@ pub enum Verb {
     RewardsList,
     /// Scoring of rows that contain completions.
     RewardsRun,
+    /// Conversion of a model file of another program to a checkpoint.
+    Convert,
     /// Conversion of a checkpoint to another form.
     Export,
     /// Upload of a model to the hub.
@@ -54,8 +56,9 @@ pub enum Verb {
 }
 
 use Verb::{
-    Bench, Completions, DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Export, Generate, Init, Man,
-    Plan, Push, Report, RewardsList, RewardsRun, Schema, Score, Serve, Sft, Train, Translate, Watch,
+    Bench, Completions, Convert, DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Export, Generate,
+    Init, Man, Plan, Push, Report, RewardsList, RewardsRun, Schema, Score, Serve, Sft, Train, Translate,
+    Watch,
 };
 
 impl Verb {
@@ -75,6 +78,7 @@ impl Verb {
         DataConvert,
         RewardsList,
         RewardsRun,
+        Convert,
         Export,
         Push,
         Doctor,
@@ -103,6 +107,7 @@ impl Verb {
             DataConvert => &["data", "convert"],
             RewardsList => &["rewards", "list"],
             RewardsRun => &["rewards", "run"],
+            Convert => &["convert"],
             Export => &["export"],
             Push => &["push"],
             Doctor => &["doctor"],
@@ -150,7 +155,10 @@ impl Verb {
             DataConvert => "Convert a published dataset to rows that this program reads",
             RewardsList => "List the reward functions with their ranges and sources",
             RewardsRun => "Score rows that carry completions with reward functions",
-            Export => "Write a checkpoint in another form: an adapter merged into it, another layout",
+            Convert => "Turn a GGUF file of llama.cpp into a checkpoint that trains",
+            Export => {
+                "Write a checkpoint in another form: an adapter merged into it, another layout, a GGUF file"
+            }
             Push => "Push a run directory, checkpoint or adapter to a repository of the Hugging Face hub",
             Doctor => "Check this machine and, if given, a checkpoint directory",
             Demo => "Train the embedded small model on a generated visual task and show before and after",
@@ -390,6 +398,7 @@ impl Verb {
                 "omnigrpo rewards run --input runs/first/rollouts --reward_funcs accuracy --output scored.jsonl
   omnigrpo rewards run --input completions.jsonl --keep best --output sft_rows.jsonl"
             }
+            Convert => "omnigrpo convert SmolLM2-135M-Instruct.Q4_1.gguf smollm2",
             Export => "omnigrpo export --model_name_or_path BASE --adapter_name_or_path runs/first --merge --output_dir merged",
             Push => "omnigrpo push runs/first --hub_model_id ORG/NAME",
             Doctor => "omnigrpo doctor
