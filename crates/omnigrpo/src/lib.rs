@@ -96,9 +96,9 @@ pub use omnigrpo_grpo::{
     RECIPES, RatioLevel, Recipe, Surrogate, metric, recipe,
 };
 pub use omnigrpo_models::{
-    Checkpoint, DecoderMemory, Features, FrameRule, Limits, LoadOptions, LoraConfig, MediaSettings, Model,
-    ModelError, Opening, Prompt, PromptBuilder, PromptSettings, QuantBits, Quantization, ReferencePlace,
-    WeightDtype,
+    Checkpoint, ConvertedGguf, DecoderMemory, Features, FrameRule, GgufPrecision, Limits, LoadOptions,
+    LoraConfig, MediaSettings, Model, ModelError, Opening, Prompt, PromptBuilder, PromptSettings, QuantBits,
+    Quantization, ReferencePlace, WeightDtype, convert_gguf,
 };
 pub use omnigrpo_observe::{Activity, Console, StepProgress};
 pub use omnigrpo_ops::Device;
