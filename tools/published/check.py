@@ -93,7 +93,7 @@ def convert():
         expected = theirs.pop(names.get_name(name, try_suffixes=(".weight", ".bias")))
         for part, heads in (("q_proj", config["num_attention_heads"]), ("k_proj", config["num_key_value_heads"])):
             if part in name:
-                # The other way round than llama.cpp's converter.
+                # The reverse of what llama.cpp's converter does.
                 rows = expected.shape[0] // heads // 2
                 expected = expected.reshape(heads, rows, 2, -1).swapaxes(1, 2).reshape(expected.shape)
         if not np.array_equal(values.view(np.uint32), np.ascontiguousarray(expected).view(np.uint32)):
@@ -114,7 +114,7 @@ def tokenizer():
 
     theirs = llama_cpp.Llama(str(FILE), vocab_only=True, verbose=False)
     ours = AutoTokenizer.from_pretrained(MODEL)
-    texts = UNICODE + [chr(c) * 3 + " " + chr(c) for c in range(0x20, 0x3000, 7)]
+    texts = UNICODE + [chr(c) * 3 + " " + chr(c) for c in range(0x20, 0x3000, 61)]
     rows = write("texts.jsonl", [dict(id=str(i), prompt="x", completions=[t]) for i, t in enumerate(texts)])
     run("score", "--model_name_or_path", MODEL, "--input", rows, "--output", WORK / "texts-out.jsonl", "--torch_dtype", "bfloat16")
     scored = read(WORK / "texts-out.jsonl")

@@ -23,7 +23,7 @@ pub enum GgufError {
     File {
         /// The file.
         path: PathBuf,
-        /// What failed, got and expected.
+        /// Failure, with got and expected.
         what: String,
     },
     /// Values cannot be written as requested.
@@ -33,7 +33,7 @@ pub enum GgufError {
         path: PathBuf,
         /// Name of the tensor.
         tensor: String,
-        /// What failed, got and expected.
+        /// Failure, with got and expected.
         what: String,
     },
 }

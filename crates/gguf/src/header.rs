@@ -74,7 +74,7 @@ pub(crate) fn num_bytes(shape: &[usize], kind: TensorType) -> Result<u64, String
     }
 }
 
-/// What precedes the values of a file.
+/// Start of a file, before the values.
 pub(crate) struct Header {
     pub metadata: Metadata,
     pub tensors: Vec<Tensor>,

@@ -28,7 +28,7 @@ pub enum TensorType {
     Q6K,
 }
 
-/// What a type is in a file.
+/// Form of a type in a file.
 struct Row {
     kind: TensorType,
     id: u32,

@@ -99,7 +99,7 @@ impl GgufWriter {
             TensorType::Q8_0 => 65504.0 * 127.0,
             _ => f32::MAX,
         };
-        if let Some(at) = values.iter().position(|x| !(x.abs() <= most)) {
+        if let Some(at) = values.iter().position(|x| x.is_nan() || x.abs() > most) {
             let (at, got, name) = (done + at, values[at], kind.name());
             return Err(fail(format!(
                 "value {at} is {got}, expected a number of {name}, at most {most} in magnitude"

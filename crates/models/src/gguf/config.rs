@@ -206,7 +206,7 @@ impl<'a> Sizes<'a> {
         let rule = llama3_of(&got, theta, dim);
         let RopeScaling::Llama3 { factor, original, .. } = rule else { return Ok(None) };
         let expected = divisors(&Rope { theta, axes: None, scaling: rule }, dim);
-        let far = |(got, expected): (&f32, &f32)| !((got - expected).abs() <= 1e-4 * expected);
+        let far = |(got, expected): (&f32, &f32)| got.is_nan() || (got - expected).abs() > 1e-4 * expected;
         match got.iter().zip(&expected).position(far) {
             None => Ok(Some([factor, original])),
             Some(at) => {

@@ -24,14 +24,14 @@ use crate::weights::{Init, Problems, WeightDtype, WeightSource};
 /// Values that are converted at a time.
 const PIECE: usize = 1 << 16;
 
-/// What [`convert_gguf`] wrote.
+/// Result of [`convert_gguf`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConvertedGguf {
     /// Name of the family.
     pub family: &'static str,
     /// Number of weights.
     pub num_weights: usize,
-    /// What the checkpoint has otherwise than its reader may expect.
+    /// Properties of the checkpoint that its reader may not expect.
     pub notes: Vec<String>,
 }
 
@@ -96,7 +96,7 @@ pub fn convert_gguf(path: &Path, dir: &Path, dtype: WeightDtype) -> Result<Conve
         let to = dir.join(name);
         std::fs::write(&to, content).map_err(ModelError::io(&to))?;
     }
-    // What is written is read as every other checkpoint, before the weights follow.
+    // The files are read as those of every other checkpoint, before the weights follow.
     Checkpoint::open(dir)?;
     Tokenizer::from_dir(dir)?;
 

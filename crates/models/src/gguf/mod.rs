@@ -20,7 +20,7 @@ use crate::decoder::DecoderConfig;
 pub use export::GgufPrecision;
 pub use import::{ConvertedGguf, convert_gguf};
 
-/// Names of the tensors of a block, in GGUF and in published checkpoints.
+/// Names of a block's tensors, in GGUF and in published checkpoints.
 const IN_BLOCK: &[(&str, &str)] = &[
     ("attn_norm", "input_layernorm"),
     ("attn_q", "self_attn.q_proj"),
@@ -34,7 +34,7 @@ const IN_BLOCK: &[(&str, &str)] = &[
     ("ffn_up", "mlp.up_proj"),
     ("ffn_down", "mlp.down_proj"),
 ];
-/// Names of the other tensors.
+/// Names of the tensors outside of blocks.
 const OUTSIDE: &[(&str, &str)] = &[
     (EMBEDDING, "model.embed_tokens.weight"),
     ("output_norm.weight", "model.norm.weight"),
