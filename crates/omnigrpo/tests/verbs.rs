@@ -957,7 +957,7 @@ fn a_text_model_is_exported_as_gguf_and_converted_back() {
             .run(&format!("export --model back-{outtype}/whole --format gguf --outtype {outtype} --output_dir again-{outtype}"))
             .ok();
     }
-    let file = |dir: &str| fs::read(place.path(&format!("{dir}/model.gguf"))).unwrap();
+    let file = |dir: &str| std::fs::read(place.path(&format!("{dir}/model.gguf"))).unwrap();
     assert!(file("f16") == file("again-f16"), "F16 values change on the way");
     // The merged weights are in the file, and not those of the base.
     place.run(&format!("export --model {model} --format gguf --output_dir base")).ok();
