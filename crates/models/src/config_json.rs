@@ -47,6 +47,11 @@ impl ConfigJson {
         }
     }
 
+    /// Takes an object that was made from another file, which messages name.
+    pub(crate) fn of_object(path: &Path, value: Value) -> Self {
+        Self { path: path.to_path_buf(), object: Map::new() }.with_object(value)
+    }
+
     fn fail(path: &Path, what: String) -> ModelError {
         ModelError::Config { path: path.to_path_buf(), what }
     }

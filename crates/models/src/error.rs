@@ -240,6 +240,9 @@ pub enum ModelError {
     /// Text could not be rendered or tokenised.
     #[error(transparent)]
     Text(#[from] omnigrpo_text::TextError),
+    /// A GGUF file could not be read or written.
+    #[error(transparent)]
+    Gguf(#[from] omnigrpo_gguf::GgufError),
     /// An operation failed.
     #[error(transparent)]
     Op(#[from] omnigrpo_ops::Error),

@@ -17,6 +17,7 @@ mod error;
 mod experts;
 mod export;
 mod families;
+mod gguf;
 mod lora;
 mod media_classifier;
 mod media_store;
@@ -46,6 +47,7 @@ pub use families::{
     FrameRule, IdleSettings, MediaSettings, MediumInput, MediumKey, MediumPlan, MediumShape, MissingAudio,
     Network, OptionKind, Processor, Roles, probe_medium, sound,
 };
+pub use gguf::{ConvertedGguf, GgufPrecision, convert_gguf};
 pub use lora::LoraConfig;
 pub use media_classifier::MediaClassifier;
 pub use media_store::{MediaStore, MediaUsage};

@@ -94,9 +94,9 @@ pub use omnigrpo_grpo::{
     RECIPES, RatioLevel, Recipe, Surrogate, metric, recipe,
 };
 pub use omnigrpo_models::{
-    Arithmetic, Bf16Path, Checkpoint, DecoderMemory, Features, FrameRule, Limits, LoadOptions, LoraConfig,
-    MediaSettings, Model, ModelError, Opening, Prompt, PromptBuilder, PromptSettings, QuantBits,
-    Quantization, ReferencePlace, WeightDtype,
+    Arithmetic, Bf16Path, Checkpoint, ConvertedGguf, DecoderMemory, Features, FrameRule, GgufPrecision,
+    Limits, LoadOptions, LoraConfig, MediaSettings, Model, ModelError, Opening, Prompt, PromptBuilder,
+    PromptSettings, QuantBits, Quantization, ReferencePlace, WeightDtype, convert_gguf,
 };
 pub use omnigrpo_observe::{Activity, AskedBy, Console, Event, StepProgress, Tone, TrainingProblem};
 pub use omnigrpo_ops::Device;

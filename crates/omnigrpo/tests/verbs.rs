@@ -927,6 +927,59 @@ fn a_checkpoint_is_exported_in_another_layout() {
         .fails(2, &["max_anyres_num"]);
 }
 
+/// A trained text model goes to llama.cpp and back. The file that comes back is the same one.
+#[test]
+fn a_text_model_is_exported_as_gguf_and_converted_back() {
+    let place = Place::new();
+    place.write("rows.jsonl", "{\"problem\": \"What is 2+3?\", \"solution\": \"5\"}\n");
+    let model = golden("checkpoints/llama").display().to_string();
+    place
+        .run(&format!(
+            "sft --model {model} --train_file rows.jsonl --output_dir run --threads 1 --use_peft --lora_dropout 0 \
+             --learning_rate 0.01 --max_steps 1 --max_completion_length 8"
+        ))
+        .ok();
+    let merged = format!("export --model {model} --adapter_name_or_path run --merge");
+    place.run(&format!("{merged} --output_dir whole")).ok();
+    let ran = place.run(&format!("{merged} --format gguf --output_dir file")).ok();
+    assert!(ran.stderr.contains("wrote file/model.gguf, adapters of 14 layers merged"), "{}", ran.stderr);
+    for outtype in ["f16", "q8_0"] {
+        place
+            .run(&format!("export --model whole --format gguf --outtype {outtype} --output_dir {outtype}"))
+            .ok();
+        let ran = place.run(&format!("convert {outtype}/model.gguf back-{outtype}/whole")).ok();
+        assert!(
+            ran.stderr.contains("wrote back-") && ran.stderr.contains("20 weights of llama"),
+            "{}",
+            ran.stderr
+        );
+        place
+            .run(&format!("export --model back-{outtype}/whole --format gguf --outtype {outtype} --output_dir again-{outtype}"))
+            .ok();
+    }
+    let file = |dir: &str| std::fs::read(place.path(&format!("{dir}/model.gguf"))).unwrap();
+    assert!(file("f16") == file("again-f16"), "F16 values change on the way");
+    // The merged weights are in the file, and not those of the base.
+    place.run(&format!("export --model {model} --format gguf --output_dir base")).ok();
+    assert!(file("base") != file("file") && file("base").len() == file("file").len());
+    place.run("convert file/model.gguf base").fails(2, &["not empty"]);
+    place.run("convert rows.jsonl new").fails(1, &["rows.jsonl", "expected the letters GGUF"]);
+    assert!(!place.exists("new") && !place.exists("new.tmp"));
+    place.run("convert file/model.gguf").fails(2, &["needs `DIRECTORY`"]);
+    place
+        .run(&format!("export --model {model} --outtype q8_0 --output_dir no"))
+        .fails(2, &["outtype", "no effect"]);
+    place
+        .run(&format!("export --model {model} --format gguf --layout hf --output_dir no"))
+        .fails(2, &["`layout` has no effect"]);
+    place
+        .run(&format!("export --model {model} --output_dir no"))
+        .fails(2, &["nothing to export", "--format gguf"]);
+    place
+        .run("export --model M --format gguf --output_dir no")
+        .fails(1, &["cannot be written as GGUF; expected one of qwen2, qwen3, llama"]);
+}
+
 #[test]
 fn rows_come_from_pipes_tables_and_a_registry_here() {
     let place = Place::new();

@@ -2,7 +2,7 @@
 
 use omnigrpo_data::{Curriculum, QUESTION_TEMPLATES, QuestionTemplate};
 use omnigrpo_grpo::{AdvantageKind, Aggregation, CorrectionKind, Kl, RECIPES, RatioLevel, Recipe};
-use omnigrpo_models::{FrameRule, MissingAudio, Orientation, WeightDtype};
+use omnigrpo_models::{FrameRule, GgufPrecision, MissingAudio, Orientation, WeightDtype};
 use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, FormatMode};
 use omnigrpo_train::{GradientSum, Offload, ScheduleKind, Shard};
 
@@ -59,6 +59,14 @@ choice!(
     Public = "public",
     /// Media of this machine and its network as well.
     All = "all",
+);
+choice!(
+    /// Files of a model.
+    ExportFormat:
+    /// A checkpoint directory, for transformers, vLLM and TRL.
+    Safetensors = "safetensors",
+    /// The file `model.gguf`, for llama.cpp: text models only.
+    Gguf = "gguf",
 );
 choice!(
     /// Unit of a batch size.
@@ -137,6 +145,10 @@ listed!(FrameRule:
 listed!(Orientation:
     "upright" = Orientation::Upright, "Turned as the file's orientation tag or display matrix says, as `transformers` and `datasets` do.";
     "stored" = Orientation::Stored, "As they are stored in the file.";
+);
+listed!(GgufPrecision:
+    "f16" = GgufPrecision::F16, "Half precision.";
+    "q8_0" = GgufPrecision::Q8_0, "8 bits, 32 values with a scale.";
 );
 listed!(MissingAudio:
     "error" = MissingAudio::Error, "A bad row.";

@@ -9,7 +9,7 @@ use omnigrpo_scorers::RewardModel;
 use omnigrpo_train::{EvalWhen, SaveWhen, Selection};
 
 use crate::flags::Verb::{self, Demo, Eval, Export, Generate, Sft, Train};
-use crate::names::Tracker;
+use crate::names::{ExportFormat, Tracker};
 use crate::problem::Problem;
 use crate::values::{Value, Values};
 use crate::wording::flag_at;
@@ -190,10 +190,11 @@ const RULES: &[Rule] = &[
         })
     }),
     rule_in(&[Export], |s| {
-        when(!s.model.merge && s.model.layout.is_none(), || {
+        let other = s.model.layout.is_some() || s.model.format == ExportFormat::Gguf;
+        when(!s.model.merge && !other, || {
             Problem::usage("nothing to export")
-                .got("neither an adapter to merge nor another layout")
-                .expected("`--adapter_name_or_path DIR --merge` or `--layout hf`")
+                .got("neither an adapter to merge nor another layout or format")
+                .expected("`--adapter_name_or_path DIR --merge`, `--layout hf` or `--format gguf`")
         })
     }),
     rule_in(&[Export], |s| {

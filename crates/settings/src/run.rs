@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use omnigrpo_data::{ReadOptions, Roots};
 use omnigrpo_fetch::is_repo_name;
 use omnigrpo_grpo::{RECIPES, Recipe};
-use omnigrpo_models::{LoraConfig, PromptSettings, WeightDtype};
+use omnigrpo_models::{GgufPrecision, LoraConfig, PromptSettings, WeightDtype};
 use omnigrpo_ranks::PATIENCE;
 use omnigrpo_rewards::{AccuracyMode, RewardOptions};
 use omnigrpo_rollout::TurnLimits;
@@ -22,7 +22,9 @@ use serde_json::{Map, Value as Json};
 
 use crate::environment::{DEBUG_LOG, Environment};
 use crate::flags;
-use crate::names::{AllowUrls, BatchUnit, Bf16Products, HubStrategy, QuantizedActivations, Tracker};
+use crate::names::{
+    AllowUrls, BatchUnit, Bf16Products, ExportFormat, HubStrategy, QuantizedActivations, Tracker,
+};
 use crate::problem::Problem;
 use crate::values::{Values, take};
 
@@ -105,7 +107,8 @@ impl std::fmt::Display for DeviceChoice {
 #[derive(Clone, Debug, Default)]
 #[allow(missing_docs)]
 pub struct Io {
-    pub format: Option<String>,
+    pub dataset_format: Option<String>,
+    pub gguf_file: Option<PathBuf>,
     pub shell: Option<String>,
     pub directory: Option<PathBuf>,
     pub run_dirs: Vec<String>,
@@ -163,6 +166,10 @@ pub struct ModelSource {
     pub adapter: Option<PathBuf>,
     pub merge: bool,
     pub layout: Option<String>,
+    /// Files that `export` writes.
+    pub format: ExportFormat,
+    /// Precision of a GGUF file.
+    pub outtype: GgufPrecision,
     pub load_in_8bit: bool,
     pub load_in_4bit: bool,
     pub quantized_activations: QuantizedActivations,

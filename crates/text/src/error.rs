@@ -80,6 +80,12 @@ pub enum TextError {
         /// Error of the tokenizer.
         source: Cause,
     },
+    /// Tokenizer that cannot be written as `tokenizer.json`.
+    #[error("the tokenizer cannot be written as tokenizer.json")]
+    Unwritable {
+        /// Error of the tokenizer.
+        source: Cause,
+    },
     /// Name that is not a token of this vocabulary.
     #[error(
         "the tokenizer has no token {token:?}, needed as {needed_for}; check that tokenizer and model belong together"

@@ -607,6 +607,20 @@ impl Tokenizer {
             .is_some_and(|token| token.special)
     }
 
+    /// Returns the content of the `tokenizer.json` that describes this tokenizer, whatever files it came from.
+    ///
+    /// # Errors
+    /// Returns [`TextError::Unwritable`] if the library cannot write it.
+    pub fn to_json(&self) -> Result<Value> {
+        let text = self.inner.to_string(false).map_err(|source| TextError::Unwritable { source })?;
+        serde_json::from_str(&text).map_err(|e| TextError::Unwritable { source: e.into() })
+    }
+
+    /// Returns the token with which a text begins, if the tokenizer has one.
+    pub fn start_token(&self) -> Option<u32> {
+        self.named_tokens.get("bos_token").and_then(|t| self.token_id(t))
+    }
+
     /// Returns the token that ends a turn, if the tokenizer has one.
     pub fn eos_token(&self) -> Option<u32> {
         self.named_tokens.get("eos_token").and_then(|t| self.token_id(t))

@@ -33,6 +33,8 @@ class Settings(TypedDict, total=False):
     adapter_name_or_path: str | PathLike[str]
     adapter_path: str | PathLike[str]
     merge: bool
+    format: Literal["safetensors", "gguf"]
+    outtype: Literal["f16", "q8_0"]
     load_in_8bit: bool
     load_in_4bit: bool
     quantized_activations: Literal["auto", "float32"]

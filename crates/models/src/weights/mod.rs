@@ -6,7 +6,7 @@
 
 pub(crate) mod digest;
 mod files;
-mod save;
+pub(crate) mod save;
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -235,6 +235,52 @@ impl From<WeightDtype> for FrozenWeights {
     }
 }
 
+/// Tensors that do not fit an architecture, to report all of them together.
+#[derive(Debug, Default)]
+pub(crate) struct Problems(Vec<String>);
+
+impl Problems {
+    /// Adds a line about a tensor.
+    pub fn push(&mut self, line: String) {
+        self.0.push(line);
+    }
+
+    /// Adds a tensor that the architecture lacks.
+    pub fn unknown(&mut self, name: &str) {
+        self.push(format!("  unknown tensor {name}: not part of this architecture"));
+    }
+
+    /// Returns the line about a tensor that has not the expected shape; `None` if it has.
+    pub fn of_shape(name: &str, got: Option<&[usize]>, expected: &[usize]) -> Option<String> {
+        match got {
+            None => Some(format!("  missing tensor {name} {expected:?}")),
+            Some(got) if got != expected => {
+                Some(format!("  tensor {name}: shape {got:?}, expected {expected:?}"))
+            }
+            Some(_) => None,
+        }
+    }
+
+    /// Returns whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Returns [`ModelError::Tensors`] if there are problems with the weights in this place.
+    pub fn none_or(self, place: &Path, family: &'static str) -> Result<()> {
+        const SHOWN: usize = 20;
+        let count = self.0.len();
+        if count == 0 {
+            return Ok(());
+        }
+        let mut list = self.0[..count.min(SHOWN)].join("\n");
+        if count > SHOWN {
+            list.push_str(&format!("\n  … and {} more", count - SHOWN));
+        }
+        Err(ModelError::Tensors { dir: place.to_path_buf(), family, count, list })
+    }
+}
+
 /// A source that reads weights from a checkpoint directory and collects all problems.
 pub struct FileSource<'a> {
     files: &'a WeightFiles,
@@ -243,7 +289,7 @@ pub struct FileSource<'a> {
     quantization: Option<Quantization<'a>>,
     in_place: Option<Chosen<'a>>,
     used: HashSet<String>,
-    problems: Vec<String>,
+    problems: Problems,
     params: Vec<Arc<Param>>,
     digests: Option<SharedDigests>,
     arithmetic: Arithmetic,
@@ -256,7 +302,7 @@ impl<'a> FileSource<'a> {
         if digests.is_some() {
             files.keep_digests();
         }
-        let (used, problems, params) = (HashSet::new(), Vec::new(), Vec::new());
+        let (used, problems, params) = (HashSet::new(), Problems::default(), Vec::new());
         Self {
             files,
             dtype,
@@ -294,21 +340,12 @@ impl<'a> FileSource<'a> {
         self.arithmetic.check()?;
         let mut extra: Vec<_> = self.files.names().filter(|n| !self.used.contains(*n)).collect();
         extra.sort_unstable();
-        self.problems
-            .extend(extra.iter().map(|n| format!("  unknown tensor {n}: not part of this architecture")));
+        extra.into_iter().for_each(|name| self.problems.unknown(name));
         if let Some(shared) = &self.digests {
             shared.add(self.files);
         }
-        if self.problems.is_empty() {
-            return Ok(self.params);
-        }
-        const SHOWN: usize = 20;
-        let count = self.problems.len();
-        let mut list = self.problems[..count.min(SHOWN)].join("\n");
-        if count > SHOWN {
-            list.push_str(&format!("\n  … and {} more", count - SHOWN));
-        }
-        Err(ModelError::Tensors { dir: self.files.dir().to_path_buf(), family, count, list })
+        self.problems.none_or(self.files.dir(), family)?;
+        Ok(self.params)
     }
 }
 
@@ -324,14 +361,13 @@ impl WeightSource for FileSource<'_> {
     fn get(&mut self, name: &str, part: Part, shape: &[usize], _init: Init) -> Result<Arc<Param>> {
         self.used.insert(name.to_owned());
         num_elements(name, shape)?;
-        let value = match self.files.shape(name) {
-            None => Err(format!("  missing tensor {name} {shape:?}")),
-            Some(got) if got != shape => Err(format!("  tensor {name}: shape {got:?}, expected {shape:?}")),
-            Some(_) if self.is_outline => {
+        let value = match Problems::of_shape(name, self.files.shape(name), shape) {
+            Some(problem) => Err(problem),
+            None if self.is_outline => {
                 self.files.digest(name)?;
                 return Ok(self.hand_out(Param::outline(name, part, shape, ParamDtype::F32)));
             }
-            Some(_) => {
+            None => {
                 let stays = self.in_place.is_some_and(|stays| stays(name, part))
                     && !self.quantization.is_some_and(|q| q.takes(name, part, shape));
                 let mapped = if stays { self.files.in_place(name, part, self.dtype)? } else { None };

@@ -34,11 +34,20 @@ pub fn save_weights(dir: &Path, params: &[Arc<Param>]) -> Result<()> {
             ),
         });
     }
-    let mut shards: Vec<Vec<&Param>> = vec![Vec::new()];
+    let tensors: Vec<_> = params.iter().map(|param| (param.name(), ParamView(param))).collect();
+    save_tensors(dir, &tensors)
+}
+
+/// Writes named tensors as [`save_weights`] does. The bytes of a tensor are requested when its turn comes.
+pub(crate) fn save_tensors<'a, V>(dir: &Path, tensors: &'a [(&'a str, V)]) -> Result<()>
+where
+    &'a V: View,
+{
+    let mut shards: Vec<Vec<(&str, &'a V)>> = vec![Vec::new()];
     let mut used = 0;
     let mut total = 0;
-    for param in params {
-        let bytes = param.num_bytes();
+    for (name, tensor) in tensors {
+        let bytes = tensor.data_len();
         if used + bytes > SHARD_BYTES && used > 0 {
             shards.push(Vec::new());
             used = 0;
@@ -46,13 +55,12 @@ pub fn save_weights(dir: &Path, params: &[Arc<Param>]) -> Result<()> {
         used += bytes;
         total += bytes;
         if let Some(shard) = shards.last_mut() {
-            shard.push(param);
+            shard.push((*name, tensor));
         }
     }
     let metadata = Some([("format".to_owned(), "pt".to_owned())].into());
-    let write = |path: PathBuf, shard: &[&Param]| {
-        let views = shard.iter().map(|p| (p.name(), ParamView(p)));
-        safetensors::serialize_to_file(views, metadata.clone(), &path)
+    let write = |path: PathBuf, shard: &[(&str, &'a V)]| {
+        safetensors::serialize_to_file(shard.iter().copied(), metadata.clone(), &path)
             .map_err(ModelError::safetensors(&path, "written"))?;
         share(&path)
     };
@@ -63,7 +71,7 @@ pub fn save_weights(dir: &Path, params: &[Arc<Param>]) -> Result<()> {
     for (i, shard) in shards.iter().enumerate() {
         let file = format!("model-{:05}-of-{:05}.safetensors", i + 1, shards.len());
         write(dir.join(&file), shard)?;
-        weight_map.extend(shard.iter().map(|p| (p.name().to_owned(), file.clone())));
+        weight_map.extend(shard.iter().map(|(name, _)| ((*name).to_owned(), file.clone())));
     }
     let index = serde_json::json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
     let path = dir.join("model.safetensors.index.json");
@@ -97,7 +105,7 @@ pub fn share(_path: &Path) -> Result<()> {
 
 struct ParamView<'a>(&'a Param);
 
-impl View for ParamView<'_> {
+impl View for &ParamView<'_> {
     fn dtype(&self) -> Dtype {
         if self.0.dtype() == ParamDtype::Bf16 { Dtype::BF16 } else { Dtype::F32 }
     }

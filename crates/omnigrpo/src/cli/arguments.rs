@@ -114,6 +114,7 @@ const WRITES: &[Verb] = &[
     Verb::Eval,
     Verb::DataConvert,
     Verb::RewardsRun,
+    Verb::Convert,
     Verb::Export,
     Verb::Demo,
 ];

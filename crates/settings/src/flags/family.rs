@@ -1,6 +1,7 @@
 //! Settings that only one family of models reads.
 
 use super::*;
+use crate::settings::names::ExportFormat;
 use Kind::{Bool, Choice, Text};
 
 /// Returns the layouts in which a checkpoint can be written, for families that are published in two layouts.
@@ -67,5 +68,6 @@ pub const FLAGS: &[Flag] = &[
         .unset("the checkpoint's; 12 for InternVL"),
     row("layout", Choice(layouts), at!(model.layout), &[Export])
         .help("Layout to write, for families that are published in two layouts (InternVL).")
+        .idle(|s, _| (s.model.format == ExportFormat::Gguf).then_some("a GGUF file has only one layout"))
         .unset("as it is"),
 ];

@@ -3,7 +3,7 @@
 use super::*;
 use crate::{Keep, Settings};
 use Kind::{Bool, Choice, Path, Text, Texts};
-use verb::Verb::{Completions, DataConvert, Init, Man, Push, Report, Translate, Watch};
+use verb::Verb::{Completions, Convert, DataConvert, Init, Man, Push, Report, Translate, Watch};
 
 /// Returns the datasets that `data convert` reads.
 fn conversions() -> Vec<(&'static str, &'static str)> {
@@ -30,7 +30,7 @@ fn no_prompt(s: &Settings, _: Verb) -> Option<&'static str> {
 
 /// Flags of this section.
 pub const FLAGS: &[Flag] = &[
-    row("format", Choice(conversions), at!(io.format), &[DataConvert])
+    row("dataset_format", Choice(conversions), at!(io.dataset_format), &[DataConvert])
         .help("Dataset to convert from.")
         .unset("")
         .required(&[DataConvert])
@@ -40,13 +40,22 @@ pub const FLAGS: &[Flag] = &[
         .unset("")
         .required(&[Completions])
         .positional(),
-    row("directory", Path, at!(io.directory), &[Push, Man])
+    row("gguf_file", Path, at!(io.gguf_file), &[Convert])
         .help(
-            "For `push`, the run directory, checkpoint or adapter to push. For `man`, the directory to write \
-             to, created if it is missing; `man -l DIR/omnigrpo-train.1` shows a page.",
+            "GGUF file of a text model (`qwen2`, `qwen3` or `llama`), with values of F32, F16, BF16, Q8_0, Q6_K, Q5_K, Q5_0, Q4_K, Q4_1 \
+             or Q4_0.",
         )
         .unset("")
-        .required(&[Push, Man])
+        .required(&[Convert])
+        .positional(),
+    row("directory", Path, at!(io.directory), &[Push, Man, Convert])
+        .help(
+            "For `push`, the run directory, checkpoint or adapter to push. For `man`, the directory to write \
+             to, created if it is missing; `man -l DIR/omnigrpo-train.1` shows a page. For `convert`, the checkpoint \
+             directory to write, new or empty.",
+        )
+        .unset("")
+        .required(&[Push, Man, Convert])
         .positional(),
     row("checkpoint", Text, at!(model.name), &[Serve])
         .help("Checkpoint or run directory to serve, or the name of a model on the hub.")

@@ -29,8 +29,8 @@ use crate::problem::Problem;
 use crate::values::{Value, take};
 
 use verb::Verb::{
-    Bench, DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Export, Generate, Plan, Push, RewardsList,
-    RewardsRun, Score, Serve, Sft, Train,
+    Bench, Convert, DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Export, Generate, Plan, Push,
+    RewardsList, RewardsRun, Score, Serve, Sft, Train,
 };
 
 /// Every setting, by its section in the help.
@@ -481,8 +481,8 @@ pub(crate) const FAMILY: &[Verb] =
 /// Verbs that load a model by flag, or only its processor if a model is given.
 pub(crate) const MODEL: &[Verb] =
     &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, Export, Doctor, Bench, RewardsRun];
-/// Verbs that run a model.
-pub(crate) const RUNS_MODEL: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve, Export, Demo, Bench];
+/// Verbs that choose the precision of the weights.
+pub(crate) const PRECISE: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve, Convert, Export, Demo, Bench];
 /// Verbs that multiply with the weights of a model.
 pub(crate) const MULTIPLIES: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve, Doctor, Demo, Bench];
 /// Verbs with a choice of device.

@@ -2,10 +2,10 @@
 
 use super::*;
 use crate::DeviceChoice;
-use crate::names::{Bf16Products, QuantizedActivations, words};
+use crate::names::{Bf16Products, ExportFormat, QuantizedActivations, words};
 use crate::values::Field as _;
 use Kind::{Bool, Choice, Path, Text};
-use omnigrpo_models::WeightDtype;
+use omnigrpo_models::{GgufPrecision, WeightDtype};
 
 /// Flags of this section.
 pub const FLAGS: &[Flag] = &[
@@ -19,9 +19,9 @@ pub const FLAGS: &[Flag] = &[
         .required(&[Train, Sft, Generate, Score, Eval, Export])
         .free(LOOP)
         .per_rank(),
-    row("torch_dtype", Choice(words::<WeightDtype>), at!(model.dtype), RUNS_MODEL)
+    row("torch_dtype", Choice(words::<WeightDtype>), at!(model.dtype), PRECISE)
         .help(
-            "Precision of the weights; `auto` keeps that of the checkpoint. With bfloat16 the optimizer keeps \
+            "Precision of the weights; `auto` keeps that of the checkpoint, and `convert` makes float32 of values of few bits. With bfloat16 the optimizer keeps \
              float32 masters, and products on AMX tiles round activations as well.",
         )
         .alias(&["dtype"]),
@@ -108,6 +108,11 @@ pub const FLAGS: &[Flag] = &[
     .per_rank(),
     row("merge", Bool, at!(model.merge), &[Export])
         .help("Add the adapter to the weights and write a complete checkpoint."),
+    row("format", Choice(words::<ExportFormat>), at!(model.format), &[Export])
+        .help("Files to write into `output_dir`."),
+    row("outtype", Choice(words::<GgufPrecision>), at!(model.outtype), &[Export])
+        .help("Precision of the matrices in a GGUF file. Vectors always have float32.")
+        .idle(|s, _| (s.model.format != ExportFormat::Gguf).then_some("only `format` gguf has it")),
     row("load_in_8bit", Bool, at!(model.load_in_8bit), QUANTISED).help(
         "Store frozen linear weights in 8 bits (8.5 with scales), quantised one tensor at a time while they \
              are read. Training then needs adapters.",

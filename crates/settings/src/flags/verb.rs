@@ -153,10 +153,17 @@ verbs! {
         example: "omnigrpo rewards run --input runs/first/rollouts --reward_funcs accuracy --output scored.jsonl
   omnigrpo rewards run --input completions.jsonl --keep best --output sft_rows.jsonl",
     }
+    /// Conversion of a model file of another program to a checkpoint.
+    Convert {
+        words: &["convert"],
+        about: "Turn a GGUF file of llama.cpp into a checkpoint that trains",
+        first: "",
+        example: "omnigrpo convert SmolLM2-135M-Instruct.Q4_1.gguf smollm2",
+    }
     /// Conversion of a checkpoint to another form.
     Export {
         words: &["export"],
-        about: "Write a checkpoint in another form: an adapter merged into it, another layout",
+        about: "Write a checkpoint in another form: an adapter merged into it, another layout, a GGUF file",
         first: "",
         example: "omnigrpo export --model_name_or_path BASE --adapter_name_or_path runs/first --merge --output_dir merged",
     }

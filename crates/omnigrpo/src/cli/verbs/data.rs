@@ -168,7 +168,7 @@ pub fn show(settings: &Settings, context: &Context) -> Result<()> {
 /// Converts a published dataset to rows.
 pub fn convert(settings: &Settings, context: &Context) -> Result<()> {
     let (Some(format), Some(input), Some(output)) =
-        (&settings.io.format, &settings.io.input, &settings.io.output)
+        (&settings.io.dataset_format, &settings.io.input, &settings.io.output)
     else {
         return Err(Problem::usage("nothing to convert")
             .expected("`data convert FORMAT --input FILE --output FILE`")

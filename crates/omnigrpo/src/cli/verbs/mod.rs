@@ -230,6 +230,7 @@ pub fn run(resolved: &Resolved, console: &Console, ranks: Ranks) -> Result<()> {
         Verb::DataConvert => data::convert(&resolved.settings, &context),
         Verb::RewardsList => rewards::list(),
         Verb::RewardsRun => rewards::run(&resolved.settings, &context),
+        Verb::Convert => export::convert(&resolved.settings, &context),
         Verb::Export => export::export(&resolved.settings, &context),
         Verb::Push => push::push(&resolved.settings, &context),
         Verb::Doctor => doctor::doctor(&resolved.settings, &context),
