@@ -1,7 +1,7 @@
 //! Settings that only one family of models reads.
 
 use super::*;
-use crate::settings::names::ExportFormat;
+use crate::names::ExportFormat;
 use Kind::{Bool, Choice, Text};
 
 /// Returns the layouts in which a checkpoint can be written, for families that are published in two layouts.
