@@ -90,7 +90,23 @@ const FIELDS: &[(&str, Field)] = &[
             _ => Err("expected true or false".into()),
         }),
     ),
+    (
+        "zero_optimization.overlap_comm",
+        Read(|v, _, _| match v {
+            Value::Bool(true) => Ok("no effect: a pass waits for each exchange".into()),
+            v if *v == false || v.is_null() || v == "auto" => Ok("a pass waits for each exchange".into()),
+            _ => Err("expected true or false".into()),
+        }),
+    ),
     ("bf16.enabled", Read(bf16)),
+    (
+        "fp16.enabled",
+        Read(|v, _, _| match v {
+            Value::Bool(true) => Err("fp16 training is unsupported; use bf16".into()),
+            v if *v == false || v == "auto" => Ok("off: fp16 training is unsupported".into()),
+            _ => Err("expected false or \"auto\"".into()),
+        }),
+    ),
 ];
 
 /// Returns the meaning and the reason of a field in `deepspeed.txt`, whose head describes its form.

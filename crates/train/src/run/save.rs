@@ -124,6 +124,7 @@ impl Loop {
         summary.report = self.records.report(&summary);
         if self.algorithm.split.ranks.is_first() {
             self.event(&summary.end());
+            self.console.sync_record()?;
             if summary.interrupted {
                 self.console.line(&format!("{RESUME} {NEWEST} resumes the run"));
             }
