@@ -499,7 +499,11 @@ fn a_sideways_photo_is_turned_and_an_older_run_keeps_its_pixels() {
     let into = |dir: &str, line: &str| line.replace("--output_dir run", &format!("--output_dir {dir}"));
     for dir in ["run", "other"] {
         place.run(&into(dir, &line(1, "--orientation stored"))).ok();
-        forget(&place, &format!("{dir}/checkpoint-1"), &["orientation", "continue_text_prompts", "strict"]);
+        forget(
+            &place,
+            &format!("{dir}/checkpoint-1"),
+            &["orientation", "continue_text_prompts", "length_bonus"],
+        );
     }
     let told = place.run(&line(2, "")).ok().stderr;
     assert!(
@@ -576,7 +580,7 @@ fn an_older_run_stops_at_columns_that_it_did_not_read() {
 
     // Rows without such columns have no entry. Other rows are another run.
     place.write("with.jsonl", rows(""));
-    let told = place.run(&line(2)).ok().stderr;
+    let told = place.run(&(line(2) + " --resume_from_checkpoint never")).ok().stderr;
     assert!(told.contains("starting from the beginning"), "{told}");
     assert!(!place.text("run/checkpoint-1/trainer_state.json").contains(NAME));
 }

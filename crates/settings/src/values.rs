@@ -145,7 +145,17 @@ fn float(text: &str, min: f64, max: f64) -> Result<f64, String> {
 fn choice(text: &str, names: Names) -> Result<String, String> {
     // Users may write choices with underscores or dashes, as they may write flags.
     let same = |name: &str| name.replace('-', "_").eq_ignore_ascii_case(&text.replace('-', "_"));
-    let found = names().into_iter().find(|(name, _)| same(name));
+    // YAML reads `no` and `off` without quotes as false, and `yes` and `on` as true.
+    let words = match text {
+        "false" => ["no", "off"],
+        "true" => ["yes", "on"],
+        _ => [""; 2],
+    };
+    let names = names();
+    let found = names
+        .iter()
+        .find(|(name, _)| same(name))
+        .or_else(|| names.iter().find(|(name, _)| words.contains(name)));
     found.map(|(name, _)| name.to_string()).ok_or_else(|| format!("`{text}`"))
 }
 

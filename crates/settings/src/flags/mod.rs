@@ -648,6 +648,25 @@ mod tests {
         assert_eq!(layer.given[0].value.json(), expected);
     }
 
+    /// YAML reads some names without quotes as true and false.
+    #[test]
+    fn choices_may_be_words_that_yaml_reads_as_true_and_false() {
+        for (line, expected) in [
+            ("save_strategy: no", "no"),
+            ("save_strategy: NO", "no"),
+            ("think: off", "off"),
+            ("think: on", "on"),
+            ("allow_urls: off", "off"),
+            ("eval_strategy: \"no\"", "no"),
+        ] {
+            let layer = config::parse(line, "f", |_| Origin::Flag);
+            assert!(layer.problems.is_empty(), "{line}: {layer:?}");
+            assert_eq!(layer.given[0].value, Value::Text(expected.to_owned()), "{line}");
+        }
+        // A choice without such a name has no false.
+        assert_eq!(config::parse("loss_type: no", "f", |_| Origin::Flag).problems.len(), 1);
+    }
+
     #[test]
     fn presets_use_canonical_names_and_say_where_each_value_comes_from() {
         for (name, _) in crate::presets::words() {
