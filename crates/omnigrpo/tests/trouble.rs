@@ -568,5 +568,5 @@ fn a_run_that_collapses_says_what_to_change_and_stops_where_it_was_asked_to() {
     assert_eq!(ran_away(&place).len(), 1);
     place.run("report run").ok();
     let report = place.text("run/report.html");
-    assert!(report.contains("\"warnings?run=0\"") && report.contains("the policy ran away"));
+    assert!(report.contains("\"marks?run=0\"") && report.contains("the policy ran away"));
 }
