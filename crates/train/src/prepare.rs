@@ -21,7 +21,6 @@ use crate::alike;
 use crate::checks::{self, LONGEST};
 use crate::error::{LENGTH_BONUS, ORDER_BONUS, REWARDS, Refusal, Result};
 use crate::evaluate::EvalPlan;
-use crate::exchange::Shard;
 use crate::forecast::{StepTime, step_time};
 use crate::inputs;
 use crate::lender::is_lent;
@@ -35,7 +34,7 @@ use crate::resume;
 use crate::room;
 use crate::run::train;
 use crate::selection::Selection;
-use crate::split::{GradientSum, Split};
+use crate::split::{GradientSum, Shard, Split};
 use crate::step::Algorithm;
 use crate::survey::{RowCheck, Survey};
 
@@ -655,22 +654,25 @@ impl Prepared {
         (kept as f64 * trained + evaluated as f64 * held_out) as u64
     }
 
-    /// Checks that all ranks have the same rows, files, plan and division of a step.
+    /// Checks that the run fits into memory on all ranks, and that they have the same rows, files, plan and division of a step.
     fn check_ranks(&self) -> Result<()> {
-        let split = &self.run.algorithm.split;
-        if split.ranks.size() == 1 {
-            return Ok(());
+        let ranks = &self.run.algorithm.split.ranks;
+        let hopeless = self.forecast.refusal().filter(|_| self.forecast.is_hopeless());
+        let fits = hopeless.map_or(Ok(()), |refusal| Err(refusal.into()));
+        if ranks.size() == 1 {
+            return fits;
         }
         let what = "their inputs";
-        let own = split.agree(self.described())?;
-        let Err(first) = alike::check(&split.ranks, what, own.clone()) else { return Ok(()) };
+        let mut own = Map::new();
+        let described = fits.and_then(|()| self.described()).inspect(|described| own.clone_from(described));
+        let Some(first) = alike::differing(ranks, what, described)? else { return Ok(()) };
         // All ranks know that one differs. Its parts say where.
-        let parts = split.agree(inputs::in_parts(&self.run.model, &self.run.dataset))?;
         let whole =
             |name: &str| ["dataset", "files of ", "weights of "].iter().any(|own| name.starts_with(own));
-        let own = own.into_iter().filter(|(name, _)| !whole(name)).chain(parts).collect();
-        alike::check(&split.ranks, what, own)?;
-        Err(first)
+        let parts = inputs::in_parts(&self.run.model, &self.run.dataset);
+        let own = own.into_iter().filter(|(name, _)| !whole(name));
+        alike::check(ranks, what, parts.map(|parts| own.chain(parts).collect()))?;
+        Err(first.into())
     }
 
     /// Returns what must be the same on all ranks, by name, with digests of the contents.
@@ -711,8 +713,6 @@ impl Prepared {
     /// Returns an error if the lasting part of the run's memory exceeds what is free, if a rank differs from the first one, and the errors of
     /// training ([`train`](crate::train())).
     pub fn train(self, output: Output, console: &Console, stop: &AtomicBool) -> Result<Trained> {
-        let hopeless = self.forecast.refusal().filter(|_| self.forecast.is_hopeless());
-        self.run.algorithm.split.agree(hopeless.map_or(Ok(()), |refusal| Err(refusal.into())))?;
         self.check_ranks()?;
         let usable = self.usable_rows();
         let Self { run, bad_rows, longest, typical, forecast, .. } = self;
@@ -721,10 +721,13 @@ impl Prepared {
         run.prompts.media_store().set_max_bytes(forecast.need.media_store);
         let split = &run.algorithm.split;
         let model = match run.model {
-            Policy::Loaded(model) => *model,
-            Policy::Planned(plan) => split.agree(plan.load_on(split, &run.selection))?,
+            Policy::Loaded(model) => Ok(*model),
+            Policy::Planned(plan) => plan.load_on(split, &run.selection),
         };
-        same_weights(split, &model)?;
+        let model = alike::same(&split.ranks, "their weights", model, |model| {
+            let each = model.tensor_digests().into_iter();
+            Ok(each.map(|(name, digest)| (name, shown(digest))).collect())
+        })?;
         if let Some(name) = &run.plan.card.run_name {
             console.line(&format!("run {name}"));
         }
@@ -754,16 +757,6 @@ impl Prepared {
         };
         train(setup, console, stop)
     }
-}
-
-/// Checks that all ranks have the same weights.
-fn same_weights(split: &Split, model: &Model) -> Result<()> {
-    if split.ranks.size() == 1 {
-        return Ok(());
-    }
-    let each = model.tensor_digests().into_iter();
-    let own: Map<_, _> = each.map(|(name, digest)| (name, shown(digest))).collect();
-    alike::check(&split.ranks, "their weights", own)
 }
 
 /// Returns a digest as the comparison of ranks expects it.

@@ -11,7 +11,7 @@ use omnigrpo_observe::{Aims, Console, Health, RunDir, Trackers, write_atomic};
 use omnigrpo_ops::Device;
 use omnigrpo_rewards::RewardSet;
 
-use super::{Loop, Place};
+use super::{Asked, Loop, Place};
 use crate::checkpoint;
 use crate::error::{LEAVES, Result, SYNC_REFERENCE, TrainError};
 use crate::lender::Lenders;
@@ -35,7 +35,7 @@ impl Loop {
         let dir = lock.root();
         algorithm.split.prompts_per_step = Some(run.prompts_per_step);
         let split = algorithm.split.clone();
-        split.only_first(|| remove_leftovers(dir, console))?;
+        let ready = if split.ranks.is_first() { remove_leftovers(dir, console) } else { Ok(()) };
         setup.selection.apply(&model)?;
         console.line(summary(&model).trim_end());
         let reference = reference(&model, &algorithm, &run, setup.reference_device)?;
@@ -67,6 +67,7 @@ impl Loop {
             shuffled,
             rewards,
             algorithm,
+            lenders: Lenders::default(),
             optimizer,
             length,
             dataset,
@@ -75,12 +76,13 @@ impl Loop {
             eval,
             lock,
         };
-        this.start(setup.trackers)?;
+        this.start(ready, setup.trackers)?;
         Ok(this)
     }
 
-    /// Loads the state from which the run resumes, if there is one, and opens the records.
-    fn start(&mut self, trackers: Box<dyn FnOnce() -> Trackers + Send>) -> Result<()> {
+    /// Loads the state from which the run resumes, if there is one, and opens the records. `ready` is the result of this rank's
+    /// preparation.
+    fn start(&mut self, ready: Result<()>, trackers: Box<dyn FnOnce() -> Trackers + Send>) -> Result<()> {
         let split = self.algorithm.split.clone();
         let search = Search {
             run: &self.run,
@@ -88,38 +90,27 @@ impl Loop {
             total_steps: self.length.total,
             rounding: &self.rounding,
             model: &self.model,
+            reference: self.reference.as_ref().filter(|_| self.run.sync_reference.is_some()),
             optimizer: &mut self.optimizer,
             console: &self.console,
         };
-        let start = search.together(&split)?;
-        split.agree(self.optimizer.reserve())?;
-        if let Start::From(resumed) = &start {
-            self.resume(resumed)?;
-        }
-        self.algorithm.split.lenders = Lenders::cut(&split, &mut self.model, self.reference.as_mut())?;
-        self.place.evaluated_at = split.by_first(|| self.open_records(&start))?;
-        if split.ranks.is_first() {
-            self.records.trackers = trackers();
-        }
-        if !matches!(&start, Start::From(resumed) if resumed.keeps_position()) {
-            let mut bad = self.run.rows.bad.iter().cloned().map(|(row, id, reason)| SkippedRow {
-                row,
-                id,
-                reason,
-                replaced_by: None,
-            });
-            split.agree(bad.try_for_each(|row| self.records.skipped(self.place.step, &row)))?;
-        }
-        Ok(())
+        let start = search.over(&split, ready)?;
+        let resumed = match &start {
+            Start::From(resumed) => self.resume(resumed),
+            Start::Anew { .. } => Ok(()),
+        };
+        self.lenders = Lenders::cut(&split, &mut self.model, self.reference.as_mut())?;
+        let opened = resumed.and_then(|()| match split.ranks.is_first() {
+            true => self.open_records(&start, trackers),
+            false => Ok(()),
+        });
+        self.meet(opened.map(|()| Asked::default())).map(drop)
     }
 
-    /// Restores the reference, the place and the rollout in progress from a checkpoint.
+    /// Restores the place and the rollout in progress from a checkpoint. The failure may be on this rank alone.
     fn resume(&mut self, resumed: &Resumed) -> Result<()> {
         let dir = self.lock.root();
-        let moving = self.reference.as_ref().filter(|_| self.run.sync_reference.is_some());
-        if let Some(reference) = moving {
-            self.algorithm.split.agree(checkpoint::load_reference(&resumed.path, reference))?;
-        }
+        let moves = self.reference.is_some() && self.run.sync_reference.is_some();
         self.place = Place::of(resumed, dir);
         if resumed.keeps_position() {
             self.source.order_mut().resume(resumed.state.order.clone())?;
@@ -128,8 +119,7 @@ impl Loop {
             let saved = saved.clone().following(dir);
             let (model, per_step) = (&self.model, self.run.prompts_per_step);
             let (prompts, dataset) = (&self.prompts, &self.dataset);
-            let parts =
-                saved.restore(&self.algorithm, model, prompts, dataset, per_step, moving.is_some())?;
+            let parts = saved.restore(&self.algorithm, model, prompts, dataset, per_step, moves)?;
             let updates = parts.len() * self.run.num_iterations;
             if saved.iteration >= updates {
                 return Err(TrainError::Checkpoint {
@@ -144,22 +134,31 @@ impl Loop {
         Ok(())
     }
 
-    /// Opens the logs of the run. Returns the checkpoint's step if its evaluation is in the records.
-    fn open_records(&mut self, start: &Start) -> Result<Option<u64>> {
+    /// Opens the logs of the run and the trackers, and records the rows that cannot be used.
+    fn open_records(&mut self, start: &Start, trackers: Box<dyn FnOnce() -> Trackers + Send>) -> Result<()> {
         let (dir, console) = (self.lock.root(), &self.console);
         // Files are moved only after the checkpoint has been loaded without an error.
         start.make_room(dir, self.model.dir(), console)?;
         let own = RunDir::open(dir, start.existing())?;
-        let mut evaluated_at = None;
         if let Start::From(resumed) = start {
-            evaluated_at = continued(&own, resumed, self.length.total, console)?;
+            self.place.evaluated_at = continued(&own, resumed, self.length.total, console)?;
             own.each_step(|step, metrics| drop(self.records.health.add(step, metrics)))?;
         }
         for (name, content) in &self.run.records.files {
             write_atomic(&dir.join(name), |out| out.write_all(content))?;
         }
         self.records.dir = Some(own);
-        Ok(evaluated_at)
+        self.records.trackers = trackers();
+        if matches!(start, Start::From(resumed) if resumed.keeps_position()) {
+            return Ok(());
+        }
+        let mut bad = self.run.rows.bad.iter().cloned().map(|(row, id, reason)| SkippedRow {
+            row,
+            id,
+            reason,
+            replaced_by: None,
+        });
+        bad.try_for_each(|row| self.records.skipped(self.place.step, &row))
     }
 }
 

@@ -23,7 +23,7 @@ use serde_json::{Map, Value};
 use super::notify::{Event, Notifier};
 use super::push::Pusher;
 use super::{Context, plan, print, profile, setup, watch};
-use crate::cli::ranks::{LEAVES, connect_gpus, leaves, saved, together};
+use crate::cli::ranks::{LEAVES, connect_gpus, in_order, leaves, saved, together};
 use crate::settings::flags::find;
 use crate::settings::values::{Given, Origin, Raw, Values};
 use crate::settings::{
@@ -74,11 +74,12 @@ pub fn once(
             .into());
     }
     let (ranks, first) = (&context.ranks, context.ranks.is_first());
-    let pusher = together(ranks, if first { Pusher::before(settings, context) } else { Ok(None) })?;
-    let notifier =
-        || -> Result<_> { Ok(Some(Notifier::new(settings, output_dir, &host(), &context.console)?)) };
-    let notifier = together(ranks, if first { notifier() } else { Ok(None) })?;
-    let lock = together(ranks, if first { take(output_dir).map(Some) } else { Ok(None) })?;
+    let opened = || -> Result<_> {
+        let pusher = Pusher::before(settings, context)?;
+        let notifier = Notifier::new(settings, output_dir, &host(), &context.console)?;
+        Ok((pusher, Some(notifier), Some(take(output_dir)?)))
+    };
+    let (pusher, notifier, lock) = together(ranks, if first { opened() } else { Ok((None, None, None)) })?;
     let lock = lock.unwrap_or_else(|| RunLock::of_first_rank(output_dir));
     let mut observers: Vec<Box<dyn Observer>> = vec![context.observer()];
     observers.extend(notifier.clone().map(|notifier| Box::new(notifier) as Box<dyn Observer>));
@@ -266,8 +267,11 @@ pub fn run(
         );
     }
     let page = if rank == 0 { watch::beside(&resolved.settings, lock.root(), context) } else { Ok(None) };
-    let page = together(&context.ranks, page)?;
-    let outcome = run_logged(resolved, context, objective, lock, observer);
+    let (page, ready) = match page {
+        Ok(page) => (page, Ok(())),
+        Err(error) => (None, Err(error)),
+    };
+    let outcome = run_logged(resolved, context, objective, lock, observer, ready);
     if let Some(page) = &page {
         page.end(&ending(summary_of(&outcome)));
         let dir = resolved.settings.io.output_dir.as_deref().unwrap_or(Path::new("RUN_DIR"));
@@ -289,12 +293,14 @@ fn ending(outcome: Outcome<'_>) -> String {
     }
 }
 
+/// Runs with the log of the run. `ready` is the result of this rank's preparation.
 fn run_logged(
     resolved: &Resolved,
     context: &Context,
     objective: Objective,
     lock: RunLock,
     observer: Box<dyn Observer>,
+    ready: Result<()>,
 ) -> Result<Trained> {
     let settings = &resolved.settings;
     let ranks = &context.ranks;
@@ -304,8 +310,7 @@ fn run_logged(
         Ok((resolved, prepared))
     };
     // The first rank fills the caches of downloads and checks, which the others then read.
-    let own = together(ranks, if ranks.is_first() { prepared().map(Some) } else { Ok(None) })?;
-    let (resolved, prepared) = together(ranks, own.map_or_else(prepared, Ok))?;
+    let (resolved, prepared) = in_order(ranks, ready, prepared)?;
     connect_gpus(context, settings, context.device()?)?;
     if !context.is_called() {
         install_signals(context)?;
