@@ -371,7 +371,7 @@ fn attended<T: Send + 'static>(
         });
         (caller.console, caller.stop) = (console, asked_to_stop);
         caller.functions.environment = Some(Arc::new(Environments(line.clone())));
-        let (stop, asked) = (caller.stop.clone(), caller.functions.asked.clone());
+        let (stop, asked) = (caller.stop.clone(), caller.functions.signals.clone());
         let (save, evaluate) = (asked.save, asked.evaluate);
         caller.observer = Box::new(Reports { line, stop, save, evaluate });
         command(caller)

@@ -113,11 +113,11 @@ pub use omnigrpo_rollout::{
 pub use omnigrpo_settings as settings;
 pub use omnigrpo_text::{RenderOptions, Tokenizer};
 pub use omnigrpo_train::{
-    AdamWConfig, Algorithm, Asked, CardPlan, EvalOptions, EvalPlan, EvalSchedule, EvalWhen, Evaluation,
+    AdamWConfig, Algorithm, CardPlan, EvalOptions, EvalPlan, EvalSchedule, EvalWhen, Evaluation,
     GeneratedBatch, Group, Objective, Observer, Peer, PreparedRow, RecordPlan, Refusal, ResumeFrom,
     ResumePlan, Rollouts, RowPlan, RunPlan, RunSummary, SavePlan, SaveWhen, ScheduleKind, SchedulePlan,
-    Scored, Selection, SkipPolicy, SyncReference, TrainError, Trained, environment, environment_of, evaluate,
-    generate, logprobs,
+    Scored, Selection, Signals, SkipPolicy, SyncReference, TrainError, Trained, environment, environment_of,
+    evaluate, generate, logprobs,
 };
 pub use training::{Front, Inputs, StepReport, TrainPlan, train};
 

@@ -13,8 +13,8 @@ use omnigrpo_rollout::Interaction;
 use omnigrpo_settings::binding::{binding, earlier, free, shaping, verb_of};
 use omnigrpo_settings::{Settings, Values};
 use omnigrpo_train::{
-    AdamWConfig, Algorithm, Asked, EvalOptions, EvalPlan, Evaluation, Observer, Output, Policy, Result,
-    Rollouts, Run, RunPlan, Selection, Trained,
+    AdamWConfig, Algorithm, EvalOptions, EvalPlan, Evaluation, Observer, Output, Policy, Result, Rollouts,
+    Run, RunPlan, Selection, Signals, Trained,
 };
 
 /// Settings of a training run and its directory. All but the directory have a default.
@@ -97,14 +97,14 @@ pub struct Front {
     /// Flag that, once set, ends the run after the current step, with a checkpoint.
     pub stop: Arc<AtomicBool>,
     /// What other threads ask of the run.
-    pub asked: Asked,
+    pub signals: Signals,
     hooks: Hooks,
 }
 
 impl Default for Front {
     fn default() -> Self {
         let console = Console::plain(std::io::sink());
-        Self { console, stop: Arc::default(), asked: Asked::default(), hooks: Hooks::default() }
+        Self { console, stop: Arc::default(), signals: Signals::default(), hooks: Hooks::default() }
     }
 }
 
@@ -245,7 +245,7 @@ impl Front {
 /// rows or rewards fail later, the loss is not finite, or the disk is full. The newest checkpoint stays usable.
 pub fn train(inputs: Inputs, plan: TrainPlan, front: Front) -> Result<Trained> {
     let Inputs { model, prompts, rows, rewards, held_out, interaction, corpus } = inputs;
-    let Front { console, stop, asked, mut hooks } = front;
+    let Front { console, stop, signals, mut hooks } = front;
     let (prompts, dataset) = (Arc::new(prompts), Arc::new(rows));
     let lock = RunLock::acquire(&plan.output_dir, &format!("process {}", std::process::id()))?;
     let mut run = plan.run;
@@ -298,7 +298,7 @@ pub fn train(inputs: Inputs, plan: TrainPlan, front: Front) -> Result<Trained> {
     let prepared = run.prepare(&console)?;
     let trackers = Trackers::none(&console);
     let trackers = Box::new(move || trackers);
-    let output = Output { lock, observer: Box::new(hooks), trackers, asked, curves: None };
+    let output = Output { lock, observer: Box::new(hooks), trackers, signals, curves: None };
     prepared.train(output, &console, &stop)
 }
 

@@ -338,49 +338,59 @@ impl Ranks {
     }
 
     /// Returns the value of each rank if no rank has failed. Otherwise all ranks get the failure of the first rank that has one.
-    /// All ranks then leave a phase together, and none waits for one that has failed. `fault` returns the cause of an error.
+    /// All ranks then leave a phase together, and none waits for one that has failed. `cause` returns the cause of an error. A
+    /// failure that all ranks know from an earlier call keeps its rank and its text.
     ///
     /// # Errors
     /// Returns the first failure: unchanged on its own rank, as [`Error::Other`] on the others.
-    pub fn share_all<T, E>(&self, own: Result<T, E>, fault: impl FnOnce(&E) -> Fault) -> Result<Vec<T>, E>
+    pub fn share_all<T, E, C>(&self, own: Result<T, E>, cause: impl FnOnce(&E) -> C) -> Result<Vec<T>, E>
     where
         T: Serialize + DeserializeOwned,
         E: From<Error> + std::error::Error + 'static,
+        C: Into<Cause>,
     {
         if self.size() == 1 {
             return own.map(|own| vec![own]);
         }
         let (sent, failure) = match own {
             Ok(own) => (Ok(own), None),
-            Err(error) => (Err((code(fault(&error)), told(&error))), Some(error)),
+            Err(error) => {
+                let Cause { fault, is_known } = cause(&error).into();
+                (Err((code(fault), is_known, told(&error))), Some(error))
+            }
         };
-        let each: Vec<Result<T, (u8, String)>> = self.share(sent)?;
-        let mut all = Vec::with_capacity(each.len());
-        for (rank, value) in each.into_iter().enumerate() {
-            match (value, failure.as_ref().filter(|_| rank == self.rank())) {
-                (Ok(value), _) => all.push(value),
-                (Err(_), Some(_)) => break,
-                (Err((fault, what)), None) => {
-                    return Err(Error::Other { rank, what, fault: cause(fault) }.into());
-                }
+        let mut all = Vec::with_capacity(self.size());
+        let mut failures = Vec::new();
+        for (rank, value) in self.share::<Result<T, (u8, bool, String)>>(sent)?.into_iter().enumerate() {
+            match value {
+                Ok(value) => all.push(value),
+                Err((fault, is_known, what)) => failures.push((is_known, rank, fault, what)),
             }
         }
-        failure.map_or(Ok(all), Err)
+        // The rank on which a known failure happened has it unmarked.
+        match (failures.into_iter().min_by_key(|&(is_known, rank, ..)| (is_known, rank)), failure) {
+            (None, _) => Ok(all),
+            (Some((_, rank, ..)), Some(own)) if rank == self.rank() => Err(own),
+            (Some((_, rank, fault, what)), _) => {
+                Err(Error::Other { rank, what, fault: of_code(fault) }.into())
+            }
+        }
     }
 
     /// Returns the result of this rank if no rank has failed, else the first failure, as [`Self::share_all`].
     ///
     /// # Errors
     /// Returns the first failure.
-    pub fn agree<T, E>(&self, own: Result<T, E>, fault: impl FnOnce(&E) -> Fault) -> Result<T, E>
+    pub fn agree<T, E, C>(&self, own: Result<T, E>, cause: impl FnOnce(&E) -> C) -> Result<T, E>
     where
         E: From<Error> + std::error::Error + 'static,
+        C: Into<Cause>,
     {
         let (value, done) = match own {
             Ok(value) => (Some(value), Ok(())),
             Err(error) => (None, Err(error)),
         };
-        self.share_all(done, fault)?;
+        self.share_all(done, cause)?;
         // A rank without a value has left with its error.
         value.ok_or_else(|| Error::Engine { call: "agree", what: "no result".to_owned() }.into())
     }
@@ -445,6 +455,21 @@ impl Ranks {
     }
 }
 
+/// Cause of a failure of a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cause {
+    /// Cause of the error.
+    pub fault: Fault,
+    /// True if the error is [`Error::Other`], so that all ranks know the failure.
+    pub is_known: bool,
+}
+
+impl From<Fault> for Cause {
+    fn from(fault: Fault) -> Self {
+        Self { fault, is_known: false }
+    }
+}
+
 /// Returns the number that stands for a cause on its way between ranks.
 fn code(fault: Fault) -> u8 {
     match fault {
@@ -454,7 +479,7 @@ fn code(fault: Fault) -> u8 {
     }
 }
 
-fn cause(code: u8) -> Fault {
+fn of_code(code: u8) -> Fault {
     [Fault::Row, Fault::Machine].get(usize::from(code)).copied().unwrap_or(Fault::Run)
 }
 

@@ -5,7 +5,7 @@ use std::thread;
 
 use omnigrpo_guard::Fault;
 use omnigrpo_ranks::sum::ABSENT;
-use omnigrpo_ranks::{Cascade, Error, Local, Ranks, Result, Threads};
+use omnigrpo_ranks::{Cascade, Cause, Error, Local, Ranks, Result, Threads};
 
 /// Runs `body` as each of `size` ranks and returns their results.
 fn on<T: Send>(size: usize, body: impl Fn(Ranks) -> T + Sync) -> Vec<T> {
@@ -120,6 +120,22 @@ fn all_ranks_get_the_first_failure_with_its_cause() {
     assert_eq!(told, [other.clone(), ("a step failed: no space, 1".to_owned(), None), other]);
     let fine = on(2, |ranks| ranks.agree(Ok::<_, Error>(ranks.rank()), |_| Fault::Run).unwrap());
     assert_eq!(fine, [0, 1]);
+}
+
+#[test]
+fn a_failure_that_all_ranks_know_keeps_its_rank() {
+    let told = on(3, |ranks| {
+        let cause =
+            |error: &Error| Cause { fault: Fault::Machine, is_known: matches!(error, Error::Other { .. }) };
+        let full = || Error::Engine { call: "a step", what: "no space".to_owned() };
+        let own = if ranks.rank() == 1 { Err(full()) } else { Ok(()) };
+        let known = ranks.agree(own, cause);
+        ranks.agree(known, cause).unwrap_err().to_string()
+    });
+    assert_eq!(
+        told,
+        ["rank 1: a step failed: no space", "a step failed: no space", "rank 1: a step failed: no space"]
+    );
 }
 
 #[test]

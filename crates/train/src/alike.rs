@@ -42,23 +42,64 @@ pub(crate) fn differences(old: &Map<String, Value>, new: &Map<String, Value>) ->
 }
 
 /// Checks that all ranks have the same names and values. `what` describes them. A value of 32 hexadecimal digits is a digest and is not
-/// shown.
+/// shown. `own` is the description of this rank, or the failure that left it without one.
 ///
 /// # Errors
-/// Returns the same refusal on all ranks if a rank differs from the first one.
-pub fn check(ranks: &Ranks, what: &str, own: Map<String, Value>) -> Result<()> {
+/// Returns the same refusal on all ranks if a rank differs from the first one, or the failure of a rank.
+pub fn check(ranks: &Ranks, what: &str, own: Result<Map<String, Value>>) -> Result<()> {
+    differing(ranks, what, own)?.map_or(Ok(()), |refusal| Err(refusal.into()))
+}
+
+/// Returns the value of this rank if no rank has failed and the descriptions of the values are the same on all ranks. One process
+/// describes nothing.
+///
+/// # Errors
+/// Returns the errors of [`check`].
+pub(crate) fn same<T>(
+    ranks: &Ranks,
+    what: &str,
+    own: Result<T>,
+    describe: impl FnOnce(&T) -> Result<Map<String, Value>>,
+) -> Result<T> {
     if ranks.size() == 1 {
-        return Ok(());
+        return own;
     }
-    let own = Value::Object(own).to_string();
+    let (own, described) = match own {
+        Ok(own) => {
+            let described = describe(&own);
+            (Some(own), described)
+        }
+        Err(error) => (None, Err(error)),
+    };
+    check(ranks, what, described)?;
+    own.ok_or_else(|| TrainError::Data { what: format!("this rank has no values to compare in {what}") })
+}
+
+/// Compares the descriptions like [`check`], and returns the refusal if a rank differs from the first one.
+pub(crate) fn differing(
+    ranks: &Ranks,
+    what: &str,
+    own: Result<Map<String, Value>>,
+) -> Result<Option<Refusal>> {
+    if ranks.size() == 1 {
+        return own.map(|_| None);
+    }
+    let (own, digest) = match own {
+        Ok(own) => {
+            let own = Value::Object(own).to_string();
+            let digest = Sha256::digest(&own).to_vec();
+            (own, Ok(digest))
+        }
+        Err(error) => (String::new(), Err(error)),
+    };
     // Texts of many ranks are long, and almost always equal.
-    let digest: [u8; 32] = Sha256::digest(&own).into();
-    if ranks.all_gather(&digest)?.chunks(digest.len()).all(|other| other == digest) {
-        return Ok(());
+    let digests = ranks.share_all(digest, TrainError::cause)?;
+    if digests.iter().all(|other| *other == digests[0]) {
+        return Ok(None);
     }
-    let all: Vec<String> = ranks.share(own)?;
+    let all = ranks.gather_each(own.as_bytes())?;
     let parsed = |rank: usize| -> Result<Map<String, Value>> {
-        serde_json::from_str(&all[rank]).map_err(|error| {
+        serde_json::from_slice(&all[rank]).map_err(|error| {
             TrainError::Ranks(omnigrpo_ranks::Error::Unreadable { rank, what: error.to_string() })
         })
     };
@@ -69,10 +110,10 @@ pub fn check(ranks: &Ranks, what: &str, own: Map<String, Value>) -> Result<()> {
         }
         let found = differences(&first, &parsed(rank)?);
         if !found.is_empty() {
-            return Err(refusal(what, rank, &found).into());
+            return Ok(Some(refusal(what, rank, &found)));
         }
     }
-    Ok(())
+    Ok(None)
 }
 
 /// Returns the refusal of ranks of which one differs from the first.
@@ -105,7 +146,7 @@ mod tests {
             let all: Vec<_> = ranks
                 .map(|(engine, own)| {
                     let own = own.as_object().unwrap().clone();
-                    scope.spawn(move || check(&Ranks::new(engine), "settings", own))
+                    scope.spawn(move || check(&Ranks::new(engine), "settings", Ok(own)))
                 })
                 .collect();
             all.into_iter().map(|rank| rank.join().unwrap().err().map(|error| error.to_string())).collect()

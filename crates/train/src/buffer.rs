@@ -224,7 +224,7 @@ impl BufferState {
             });
             groups.push(Group { features: Vec::new(), completions: completions.collect(), row });
         }
-        algorithm.split.agree(settle(model, prompts, algorithm, &mut groups))?;
+        settle(model, prompts, algorithm, &mut groups)?;
         let rewards = RewardMatrix {
             names: self.reward_names.clone(),
             values: self.reward_values.clone(),

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use omnigrpo_data::{ColumnNames, ReadOptions};
 use omnigrpo_guard::{Fault, Setting, fault};
 use omnigrpo_models::{LoadOptions, LoraConfig, MediaSettings, PromptSettings};
+use omnigrpo_ranks::Cause;
 
 use crate::{
     AdamWConfig, Algorithm, EvalSchedule, ResumeFrom, ResumePlan, RowPlan, RunPlan, SavePlan, Selection,
@@ -214,6 +215,12 @@ impl TrainError {
             | Self::UnscoredKept { .. } => fault(self, Fault::Run),
             _ => Fault::Run,
         }
+    }
+
+    /// Returns the cause of a failure for the other ranks.
+    pub(crate) fn cause(&self) -> Cause {
+        let is_known = matches!(self, Self::Ranks(omnigrpo_ranks::Error::Other { .. }));
+        Cause { fault: self.fault(), is_known }
     }
 
     pub(crate) fn setting(name: impl Display, got: &str, what: String) -> Self {

@@ -211,29 +211,36 @@ pub fn evaluate_rest(
     conclude(rewards, plan, done, skipped)
 }
 
-/// Evaluates like [`evaluate`] over ranks. Each rank completes its batches of rows, and the first one scores all of them. The other
-/// ranks get the metrics only.
+/// Evaluates like [`evaluate`] over ranks. Each rank completes its batches of rows. The first one scores all of them and passes the
+/// usable evaluation to `concluded`. The other ranks get the metrics only.
 pub(crate) fn evaluate_split(
     split: &Split,
     model: &Model,
     rewards: &RewardSet,
     plan: &EvalPlan,
     progress: &mut dyn FnMut(u64),
+    concluded: impl FnOnce(&Evaluation) -> Result<()>,
 ) -> Result<Evaluation> {
     if split.ranks.size() == 1 {
-        return evaluate(model, rewards, plan, progress);
+        let evaluation = evaluate(model, rewards, plan, progress)?;
+        evaluation.usable()?;
+        concluded(&evaluation)?;
+        return Ok(evaluation);
     }
     let (mut done, mut skipped) = (BTreeMap::new(), Vec::new());
     let size = plan.options.batch_rows.max(1);
+    // A failure of scoring reaches the other ranks with the next batch, or at the end.
+    let mut judged = Ok(());
     for batches in plan.rows.chunks(size * split.ranks.size()) {
         let own = batches.chunks(size).nth(split.ranks.rank()).unwrap_or_default();
-        let completed = complete(model, rewards, plan, own).map(|own| {
+        let completed = judged.and_then(|()| complete(model, rewards, plan, own)).map(|own| {
             let rows: Vec<u64> = own.rows.iter().map(|row| row.sample.row).collect();
             let completions = own.completions.into_iter().map(saved_turns::sent);
             (rows, completions.collect::<Vec<_>>(), own.skipped)
         });
         let all = split.share(completed)?;
-        split.only_first(|| {
+        let all = all.into_iter().filter(|_| split.ranks.is_first());
+        judged = (|| {
             for (rows, completions, unusable) in all {
                 let read = |row: u64| plan.dataset.get(row).map_err(|e| unreadable(row, &e));
                 let samples = rows.into_iter().map(read).collect::<Result<Vec<_>>>()?;
@@ -242,13 +249,15 @@ pub(crate) fn evaluate_split(
                 skipped.extend(unusable);
             }
             Ok(())
-        })?;
+        })();
         progress(batches.len() as u64);
     }
     let mut evaluation = None;
     let metrics = split.by_first(|| {
+        judged?;
         let own = conclude(rewards, plan, done, skipped)?;
         own.usable()?;
+        concluded(&own)?;
         let metrics = own.summary.metrics.clone();
         evaluation = Some(own);
         Ok(metrics)

@@ -14,7 +14,8 @@
 //!
 //! With `Optimizer`, the gradients of an update are exchanged after its last pass. With `Gradients`, the last backward pass of a leaf
 //! hands over each bucket as soon as the gradients of its weights are complete, and frees it. All ranks exchange the buckets in
-//! the same order. A rank without such a pass, or whose pass has failed, hands over the rest at the end of the leaf.
+//! the same order. A rank that has no such pass, or fails in it, hands over the rest at the end of the leaf, and takes part in the
+//! exchanges of its later leaves.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -26,21 +27,7 @@ use omnigrpo_ranks::Cascade;
 use crate::bucket::{Bucket, segments, starts};
 use crate::error::{Result, TrainError};
 use crate::lender::is_lent;
-use crate::split::Split;
-
-/// State of a run that is cut into a part for each rank.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
-pub enum Shard {
-    /// Nothing.
-    #[default]
-    None,
-    /// Moments and masters of the optimizer (ZeRO stage 1). The state is in main memory.
-    Optimizer,
-    /// Gradients, too (ZeRO stage 2).
-    Gradients,
-    /// The large weights of the decoder, too, also if they are not trained (ZeRO stage 3).
-    Weights,
-}
+use crate::split::{Shard, Split};
 
 /// Gradient of each trained weight; `None` for a weight that was not reached.
 type Gradients = Vec<Option<Rows>>;
@@ -53,17 +40,33 @@ type Parts = Vec<Option<Vec<f32>>>;
 pub(crate) struct Exchange {
     split: Split,
     params: Vec<Arc<Param>>,
-    leaves: Cascade<Gradients>,
-    /// Buckets of the weights, if the state is cut into parts.
+    regime: Regime,
+    /// Memory for the exchange after the last leaf.
+    blocks: Option<Blocks>,
+}
+
+/// Gradients that the ranks exchange, and the time of the exchange.
+#[derive(Default)]
+enum Regime {
+    /// Nothing: one process sums all gradients in the weights.
+    #[default]
+    Off,
+    /// All gradients after the last leaf. Every rank gets all sums.
+    Whole(Cascade<Gradients>),
+    /// All gradients after the last leaf. Each rank gets the sums of its part.
+    Cut(Cut, Cascade<Gradients>),
+    /// Each bucket in the last backward pass of a leaf. Each rank gets the sums of its part.
+    Eager(Cut, Box<Eager>),
+}
+
+/// Division of the weights into parts.
+struct Cut {
     buckets: Vec<Bucket>,
-    /// Sum of the gradients, if the state is cut into parts.
+    /// Sum of the gradients of this rank's part.
     own: Parts,
-    /// Exchange during the backward passes, if gradients are cut.
-    eager: Eager,
 }
 
 /// State of the exchange of a leaf during its backward pass.
-#[derive(Default)]
 struct Eager {
     /// Buckets in the order of their exchange. Each has the number of the block after whose backward pass its gradients are
     /// complete, or `None` if they are complete at the end of the leaf only.
@@ -92,35 +95,41 @@ impl Exchange {
 
     /// Divides the exchange over ranks.
     pub(crate) fn over(self, split: &Split, model: &Model) -> Self {
-        let is_cut = split.shard != Shard::None && split.ranks.size() > 1;
+        let mut this = Self { split: split.clone(), ..self };
+        if split.shard == Shard::None || split.ranks.size() == 1 || this.params.is_empty() {
+            return this;
+        }
         // A weight that is cut has the same parts as its state.
         let layers: Vec<_> = model.decoder().layers().into_iter().flatten().collect();
         let is_alone =
             |param: &Arc<Param>| is_lent(split, param) && layers.iter().any(|own| Arc::ptr_eq(own, param));
-        let buckets = if is_cut { Bucket::all(&self.params, split, is_alone) } else { Vec::new() };
-        let mut eager = Eager::default();
-        if split.shard >= Shard::Gradients {
-            (eager.order, eager.device) = (order(&buckets, &self.params, model), model.device());
+        let cut = Cut { buckets: Bucket::all(&this.params, split, is_alone), own: Vec::new() };
+        this.regime = match split.shard >= Shard::Gradients {
+            true => {
+                let order = order(&cut.buckets, &this.params, model);
+                Regime::Eager(cut, Box::new(Eager::new(order, model.device(), this.params.len())))
+            }
+            false => Regime::Cut(cut, Cascade::default()),
+        };
+        this
+    }
+
+    fn cut(&self) -> Option<&Cut> {
+        match &self.regime {
+            Regime::Off | Regime::Whole(_) => None,
+            Regime::Cut(cut, _) | Regime::Eager(cut, _) => Some(cut),
         }
-        Self { split: split.clone(), buckets, eager, ..self }
     }
 
     /// Returns true if each rank has the state of a part of the weights only.
     pub(crate) fn is_cut(&self) -> bool {
-        !self.buckets.is_empty()
-    }
-
-    /// Returns true if gradients are exchanged during the backward passes. [`Self::end_leaf`] then tells all ranks of a failure.
-    pub(crate) fn is_eager(&self) -> bool {
-        !self.eager.order.is_empty()
+        self.cut().is_some()
     }
 
     /// Returns the elements of a weight whose state is on `rank`.
     pub(crate) fn part(&self, rank: usize, weight: usize) -> Range<usize> {
-        match self.buckets.iter().find(|bucket| bucket.weights.contains(&weight)) {
-            Some(bucket) => bucket.part(rank, weight),
-            None => 0..self.params[weight].len(),
-        }
+        let bucket = self.cut().and_then(|cut| cut.buckets.iter().find(|own| own.weights.contains(&weight)));
+        bucket.map_or_else(|| 0..self.params[weight].len(), |bucket| bucket.part(rank, weight))
     }
 
     /// Returns the elements of a weight whose state is on this rank.
@@ -131,133 +140,113 @@ impl Exchange {
     /// Begins an update, without the gradients of an earlier one that has failed.
     pub(crate) fn begin(&mut self, split: &Split) {
         self.split = split.clone();
-        self.leaves = Cascade::default();
-        self.own.clear();
-        let Eager { order, device, .. } = std::mem::take(&mut self.eager);
-        self.eager = Eager { order, device, ..Eager::default() };
-        self.eager.begin_leaf(self.params.len());
-        self.eager.reached = vec![false; self.params.len()];
+        self.blocks = None;
+        self.regime = match std::mem::take(&mut self.regime) {
+            Regime::Off | Regime::Whole(_) if split.is_off() => Regime::Off,
+            Regime::Off | Regime::Whole(_) => Regime::Whole(Cascade::default()),
+            Regime::Cut(Cut { buckets, .. }, _) => {
+                Regime::Cut(Cut { buckets, own: Vec::new() }, Cascade::default())
+            }
+            Regime::Eager(Cut { buckets, .. }, eager) => {
+                let eager = Eager::new(eager.order, eager.device, self.params.len());
+                Regime::Eager(Cut { buckets, own: Vec::new() }, Box::new(eager))
+            }
+        };
     }
 
     /// Exchanges the gradients that are complete after the backward pass of a block. Does nothing unless gradients are cut.
     pub(crate) fn block_done(&mut self, block: usize) {
-        self.exchange_until(|ready| ready.is_some_and(|ready| ready >= block));
+        let Self { split, params, regime: Regime::Eager(cut, eager), .. } = self else { return };
+        eager.exchange_until(split, params, &cut.buckets, |ready| ready.is_some_and(|ready| ready >= block));
     }
 
     /// Gives the weights of the decoder without a gradient in this leaf a gradient of zeros.
     pub(crate) fn reach_decoder(&mut self, model: &Model) {
-        if !self.is_eager() {
-            return model.reach_decoder();
-        }
-        for (zero, param) in self.eager.zeros.iter_mut().zip(&self.params) {
+        let Regime::Eager(_, eager) = &mut self.regime else { return model.reach_decoder() };
+        for (zero, param) in eager.zeros.iter_mut().zip(&self.params) {
             *zero |= param.part() == Part::Llm;
         }
     }
 
     /// Ends a leaf: takes its gradients out of the weights, unless it is the only leaf of a single process. `leaf` is the result of
-    /// its passes. If gradients are cut, all ranks get a failure of one of them.
+    /// its passes, and the result of the leaf.
     pub(crate) fn end_leaf(&mut self, leaf: Result<()>) -> Result<()> {
-        if self.is_eager() {
-            self.exchange_until(|_| true);
-            let late = self.params.iter().find(|param| param.with_grad(|grad| grad.is_some()));
-            let late = late.filter(|_| leaf.is_ok()).map_or(Ok(()), |param| {
-                Err(TrainError::Data { what: format!("a gradient of {} came after its sum", param.name()) })
-            });
-            let exchanged = self.eager.failed.take().map_or(Ok(()), Err);
-            self.split.agree(exchanged.and(leaf).and(late))?;
-            let sums = self.eager.begin_leaf(self.params.len());
-            return self.eager.leaves.push(Some(sums), merge_parts);
-        }
-        leaf?;
-        if self.split.is_off() {
-            return Ok(());
-        }
-        let grads = self.params.iter().map(|param| param.take_grad()).collect();
-        self.leaves.push(Some(grads), |to, from| merge(to, from, add_rows))
-    }
-
-    /// Exchanges the next buckets of the leaf while `is_ready` returns true.
-    fn exchange_until(&mut self, is_ready: impl Fn(Option<usize>) -> bool) {
-        while let Some(&(ready, bucket)) = self.eager.order.get(self.eager.done) {
-            if self.eager.failed.is_some() || !is_ready(ready) {
-                return;
+        let Self { split, params, regime, .. } = self;
+        match regime {
+            Regime::Off => leaf,
+            Regime::Whole(leaves) | Regime::Cut(_, leaves) => {
+                leaf?;
+                let grads = params.iter().map(|param| param.take_grad()).collect();
+                leaves.push(Some(grads), |to, from| merge(to, from, add_rows))
             }
-            self.eager.done += 1;
-            self.eager.failed = self.exchange_bucket(bucket).err();
+            Regime::Eager(cut, eager) => {
+                eager.exchange_until(split, params, &cut.buckets, |_| true);
+                let sums = eager.begin_leaf();
+                eager.failed.take().map_or(Ok(()), Err)?;
+                leaf?;
+                if let Some(late) = params.iter().find(|param| param.with_grad(|grad| grad.is_some())) {
+                    let what = format!("a gradient of {} came after its sum", late.name());
+                    return Err(TrainError::Data { what });
+                }
+                eager.leaves.push(Some(sums), merge_parts)
+            }
         }
     }
 
-    /// Takes the gradients of a bucket out of its weights and stores the sum of this rank's part.
-    fn exchange_bucket(&mut self, bucket: usize) -> Result<()> {
-        let (bucket, eager) = (&self.buckets[bucket], &mut self.eager);
-        let weights = bucket.weights.clone();
-        let device = eager.device;
-        let zero =
-            |weight: usize| eager.zeros[weight].then(|| Rows::zeros(device, 1, self.params[weight].len()));
-        let take = |weight: usize| self.params[weight].take_grad().or_else(|| zero(weight));
-        let grads: Gradients = weights.clone().map(take).collect();
-        eager.reached[weights.clone()].iter_mut().zip(&grads).for_each(|(to, grad)| *to |= grad.is_some());
-        if self.split.ranks.any(grads.iter().any(Option::is_some))? {
-            let blocks = eager.blocks.get_or_insert_with(|| Blocks::new(&self.split.ranks, device));
-            let own = bucket.reduce(&self.split, &grads, blocks)?;
-            eager.sums[weights].iter_mut().zip(own).for_each(|(to, own)| *to = Some(own));
+    /// Allocates the memory of [`Self::sum`]. A GPU that has failed, perhaps for lack of memory, takes part in no exchange, so all
+    /// ranks must succeed before one of them begins it.
+    pub(crate) fn reserve(&mut self, device: Device) -> Result<()> {
+        if let Regime::Whole(_) | Regime::Cut(..) = &self.regime
+            && self.split.ranks.size() > 1
+        {
+            let mut blocks = Blocks::new(&self.split.ranks, device);
+            blocks.begin(self.split.piece().min(self.params.iter().map(|param| param.len()).sum()));
+            device.finish()?;
+            self.blocks = Some(blocks);
         }
         Ok(())
     }
 
-    /// Sums the gradients of the leaves of all ranks. The sums are then in the weights, or in [`Self::own`] if the state is cut. A
-    /// weight that no leaf has reached gets no gradient.
-    pub(crate) fn sum(&mut self, device: Device) -> Result<()> {
-        if self.split.is_off() {
-            return Ok(());
-        }
-        if self.is_eager() {
-            let sums = std::mem::take(&mut self.eager.leaves).finish(merge_parts)?;
-            let reached = self.reached_by_any(&self.eager.reached)?;
-            let sums = sums.unwrap_or_default().into_iter().zip(reached);
-            self.own = sums.map(|(sum, reached)| sum.filter(|_| reached)).collect();
-            return Ok(());
-        }
-        let sums = std::mem::take(&mut self.leaves).finish(|to, from| merge(to, from, add_rows))?;
+    /// Sums the gradients of the leaves of all ranks. The sums are then in the weights, or in [`Self::take_own`] if the state is cut.
+    /// A weight that no leaf has reached gets no gradient.
+    pub(crate) fn sum(&mut self) -> Result<()> {
+        let blocks = self.blocks.take();
+        let (leaves, blocks) = match &mut self.regime {
+            Regime::Off => return Ok(()),
+            Regime::Eager(cut, eager) => {
+                let sums = std::mem::take(&mut eager.leaves).finish(merge_parts)?;
+                let reached = reached_by_any(&self.split, &eager.reached)?;
+                let sums = sums.unwrap_or_default().into_iter().zip(reached);
+                cut.own = sums.map(|(sum, reached)| sum.filter(|_| reached)).collect();
+                return Ok(());
+            }
+            Regime::Whole(leaves) | Regime::Cut(_, leaves) => (std::mem::take(leaves), blocks),
+        };
+        let sums = leaves.finish(|to, from| merge(to, from, add_rows))?;
         let mut sums = sums.unwrap_or_else(|| vec![None; self.params.len()]);
         if self.split.ranks.size() == 1 {
             return self.params.iter().zip(sums).try_for_each(|(param, grad)| Ok(param.set_grad(grad)?));
         }
-        let mut blocks = self.blocks(device)?;
-        let reached = self.reached_by_any(&sums.iter().map(Option::is_some).collect::<Vec<_>>())?;
-        if !self.is_cut() {
+        let mut blocks = blocks.ok_or_else(|| TrainError::Data {
+            what: "the gradients have no memory for their exchange".to_owned(),
+        })?;
+        let reached = reached_by_any(&self.split, &sums.iter().map(Option::is_some).collect::<Vec<_>>())?;
+        let Regime::Cut(Cut { buckets, own }, _) = &mut self.regime else {
             return self.sum_whole(sums, &reached, blocks);
-        }
-        self.own = vec![None; self.params.len()];
-        for bucket in &self.buckets {
+        };
+        *own = vec![None; self.params.len()];
+        for bucket in &*buckets {
             let weights = bucket.weights.clone();
             let grads: Gradients = sums[weights.clone()].iter_mut().map(Option::take).collect();
             if !reached[weights.clone()].contains(&true) {
                 continue;
             }
-            let own = bucket.reduce(&self.split, &grads, &mut blocks)?;
-            for (weight, own) in weights.zip(own) {
-                self.own[weight] = reached[weight].then_some(own);
+            let parts = bucket.reduce(&self.split, &grads, &mut blocks)?;
+            for (weight, part) in weights.zip(parts) {
+                own[weight] = reached[weight].then_some(part);
             }
         }
         Ok(())
-    }
-
-    /// Returns the blocks of an exchange, of the largest size that it needs.
-    fn blocks(&self, device: Device) -> Result<Blocks> {
-        let mut blocks = Blocks::new(&self.split.ranks, device);
-        blocks.begin(self.split.piece().min(self.params.iter().map(|param| param.len()).sum()));
-        // A GPU that has failed, perhaps for lack of memory, takes part in no exchange.
-        self.split.agree(device.finish().map_err(Into::into))?;
-        Ok(blocks)
-    }
-
-    /// Returns for each weight whether a rank has reached it.
-    fn reached_by_any(&self, own: &[bool]) -> Result<Vec<bool>> {
-        let own: Vec<u8> = own.iter().copied().map(u8::from).collect();
-        let all = self.split.ranks.all_gather(&own)?;
-        let of = |weight: usize| all.iter().skip(weight).step_by(own.len()).any(|&there| there == 1);
-        Ok((0..own.len()).map(of).collect())
     }
 
     /// Sums the gradients of the reached weights, which form one array, piece by piece, and stores them in the weights.
@@ -301,17 +290,17 @@ impl Exchange {
     /// Returns the sum of squares of each weight's gradient; `None` for a weight without one. The sums have the same bits on all
     /// ranks.
     pub(crate) fn squares(&self, offload: bool) -> Result<Vec<Option<Squares>>> {
-        if !self.is_cut() {
+        let Some(cut) = self.cut() else {
             let params: Vec<&Param> = self.params.iter().map(|param| &**param).collect();
             return Ok(squares(&params, offload));
-        }
-        let own: Vec<f64> = self.own.iter().flatten().flat_map(|grad| block_squares(grad)).collect();
+        };
+        let own: Vec<f64> = cut.own.iter().flatten().flat_map(|grad| block_squares(grad)).collect();
         let all = self.split.ranks.gather_each(bytemuck::cast_slice(&own))?;
         let mut all: Vec<_> = all.iter().map(|own| own.chunks_exact(8)).collect();
         let mut sums = vec![None; self.params.len()];
-        for bucket in &self.buckets {
+        for bucket in &cut.buckets {
             for weight in bucket.weights.clone() {
-                if self.own.get(weight).is_none_or(Option::is_none) {
+                if cut.own.get(weight).is_none_or(Option::is_none) {
                     continue;
                 }
                 let blocks = (0..all.len()).flat_map(|rank| {
@@ -324,22 +313,28 @@ impl Exchange {
         Ok(sums)
     }
 
-    /// Removes and returns this rank's part of the gradient of a weight; `None` for a weight that was not reached.
+    /// Removes and returns this rank's part of the gradient of a weight; `None` for a weight that was not reached, or if the state
+    /// is not cut.
     pub(crate) fn take_own(&mut self, weight: usize) -> Option<Vec<f32>> {
-        self.own.get_mut(weight)?.take()
+        match &mut self.regime {
+            Regime::Off | Regime::Whole(_) => None,
+            Regime::Cut(cut, _) | Regime::Eager(cut, _) => cut.own.get_mut(weight)?.take(),
+        }
     }
 
-    /// Copies each rank's part of the updated weights to all ranks. `done` is the result of this rank's update.
-    pub(crate) fn gather_weights(&self, done: Result<()>, updated: &[bool]) -> Result<()> {
-        self.split.agree(done)?;
+    /// Ends an update: all ranks learn of the failure of one. `done` is the result of this rank, with the weights that were updated.
+    /// If the state is cut, copies each rank's part of these weights to all ranks.
+    pub(crate) fn end<T>(&self, done: Result<(T, Vec<bool>)>) -> Result<T> {
+        let (done, updated) = self.split.agree(done)?;
         let mut all = Vec::new();
-        for bucket in self.buckets.iter().filter(|b| updated[b.weights.clone()].contains(&true)) {
+        let buckets = self.cut().into_iter().flat_map(|cut| &cut.buckets);
+        for bucket in buckets.filter(|bucket| updated[bucket.weights.clone()].contains(&true)) {
             // The next pass completes a weight that is cut.
             if !self.params[bucket.weights.start].is_cut() {
                 bucket.gather(&self.split, &self.params, true, &mut all)?;
             }
         }
-        Ok(())
+        Ok(done)
     }
 }
 
@@ -385,11 +380,68 @@ impl Exchange {
 }
 
 impl Eager {
-    /// Begins a leaf of `weights` weights, and returns the sums of the previous leaf.
-    fn begin_leaf(&mut self, weights: usize) -> Parts {
-        (self.done, self.zeros) = (0, vec![false; weights]);
+    fn new(order: Vec<(Option<usize>, usize)>, device: Device, weights: usize) -> Self {
+        Self {
+            order,
+            done: 0,
+            zeros: vec![false; weights],
+            reached: vec![false; weights],
+            sums: vec![None; weights],
+            leaves: Cascade::default(),
+            device,
+            blocks: None,
+            failed: None,
+        }
+    }
+
+    /// Begins a leaf and returns the sums of the previous one.
+    fn begin_leaf(&mut self) -> Parts {
+        self.done = 0;
+        self.zeros.fill(false);
+        let weights = self.sums.len();
         std::mem::replace(&mut self.sums, vec![None; weights])
     }
+
+    /// Exchanges the next buckets of the leaf while `is_ready` returns true.
+    fn exchange_until(
+        &mut self,
+        split: &Split,
+        params: &[Arc<Param>],
+        buckets: &[Bucket],
+        is_ready: impl Fn(Option<usize>) -> bool,
+    ) {
+        while let Some(&(ready, bucket)) = self.order.get(self.done) {
+            if self.failed.is_some() || !is_ready(ready) {
+                return;
+            }
+            self.done += 1;
+            self.failed = self.exchange(split, params, &buckets[bucket]).err();
+        }
+    }
+
+    /// Takes the gradients of a bucket out of its weights and stores the sum of this rank's part.
+    fn exchange(&mut self, split: &Split, params: &[Arc<Param>], bucket: &Bucket) -> Result<()> {
+        let weights = bucket.weights.clone();
+        let device = self.device;
+        let zero = |weight: usize| self.zeros[weight].then(|| Rows::zeros(device, 1, params[weight].len()));
+        let take = |weight: usize| params[weight].take_grad().or_else(|| zero(weight));
+        let grads: Gradients = weights.clone().map(take).collect();
+        self.reached[weights.clone()].iter_mut().zip(&grads).for_each(|(to, grad)| *to |= grad.is_some());
+        if split.ranks.any(grads.iter().any(Option::is_some))? {
+            let blocks = self.blocks.get_or_insert_with(|| Blocks::new(&split.ranks, device));
+            let own = bucket.reduce(split, &grads, blocks)?;
+            self.sums[weights].iter_mut().zip(own).for_each(|(to, own)| *to = Some(own));
+        }
+        Ok(())
+    }
+}
+
+/// Returns for each weight whether a rank has reached it.
+fn reached_by_any(split: &Split, own: &[bool]) -> Result<Vec<bool>> {
+    let own: Vec<u8> = own.iter().copied().map(u8::from).collect();
+    let all = split.ranks.all_gather(&own)?;
+    let of = |weight: usize| all.iter().skip(weight).step_by(own.len()).any(|&there| there == 1);
+    Ok((0..own.len()).map(of).collect())
 }
 
 /// Returns the order in which the buckets are exchanged: that in which a backward pass completes the gradients of their weights.

@@ -1,7 +1,6 @@
 //! Features of media: for a rollout, after an update, and for the reference.
 
 use omnigrpo_models::{Features, Memories, Model, Prompt, PromptBuilder};
-use omnigrpo_observe::PhaseTimer;
 use omnigrpo_ops::Part::{Audio, Vision};
 
 use crate::error::Result;
@@ -9,7 +8,6 @@ use crate::rollouts::{Group, Kept};
 use crate::rows::{PreparedRow, bring_here};
 use crate::saved_turns;
 use crate::step::Algorithm;
-use crate::timing::timed;
 
 /// Results of a tower's forward pass that are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,33 +51,30 @@ pub(crate) fn encode_plain<'p>(
 }
 
 /// Computes the features of the rows that this rank trains on; those of the others are empty. `keep` keeps results for the first
-/// update, by leaf.
+/// update, by leaf. The failure of one rank is that of all.
 pub(crate) fn encode_own(
     model: &Model,
     prompts: &PromptBuilder,
     algorithm: &Algorithm,
     rows: &mut [PreparedRow],
     keep: bool,
-    timer: &mut PhaseTimer,
 ) -> Result<(Vec<Vec<Features>>, Vec<Kept>)> {
-    let split = &algorithm.split;
     let mut all = vec![Vec::new(); rows.len()];
     let mut kept = Vec::new();
     // Later updates of a rollout have other weights, so they cannot use results of the rollout.
     let keep = keep && algorithm.is_one_update(rows.len());
     let keeps = if keep { Keep::for_update(algorithm) } else { Keep::Features };
-    let encoded = timed(timer, "encode", || {
-        for groups in algorithm.own_leaves_of_rollout(rows.len()) {
-            rows[groups.clone()].iter_mut().try_for_each(|row| bring_here(prompts, row))?;
-            let (own, memories) = encode(model, keeps, rows[groups.clone()].iter().map(|row| &*row.prompt))?;
-            all[groups.clone()].clone_from_slice(&own);
-            if keep {
-                kept.push(Kept { groups, memories, recalled: None });
-            }
+    let encoded = algorithm.own_leaves_of_rollout(rows.len()).into_iter().try_for_each(|groups| {
+        let rows = &mut rows[groups.clone()];
+        rows.iter_mut().try_for_each(|row| bring_here(prompts, row))?;
+        let (own, memories) = encode(model, keeps, rows.iter().map(|row| &*row.prompt))?;
+        all[groups.clone()].clone_from_slice(&own);
+        if keep {
+            kept.push(Kept { groups, memories, recalled: None });
         }
         Ok(())
     });
-    split.agree(encoded)?;
+    algorithm.split.agree(encoded)?;
     Ok((all, kept))
 }
 

@@ -17,8 +17,7 @@ use omnigrpo_ops::{Error, Lend, Param, ParamDtype};
 
 use crate::bucket::Bucket;
 use crate::error::{Result, TrainError};
-use crate::exchange::Shard;
-use crate::split::Split;
+use crate::split::{Shard, Split};
 
 /// Passes of a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -252,6 +251,40 @@ impl Lenders {
     /// Returns the weights of the policy alone.
     pub(crate) fn of_policy(&self) -> Self {
         Self { policy: self.policy.clone(), reference: None }
+    }
+}
+
+/// The policy and the reference of a step.
+#[derive(Clone, Copy)]
+pub struct Models<'m> {
+    /// Policy, which is trained.
+    pub policy: &'m Model,
+    /// Reference of the KL term, if any.
+    pub reference: Option<&'m Model>,
+    /// Lenders of the weights that are cut.
+    lenders: Option<&'m Lenders>,
+}
+
+impl<'m> From<(&'m Model, Option<&'m Model>)> for Models<'m> {
+    fn from((policy, reference): (&'m Model, Option<&'m Model>)) -> Self {
+        Self { policy, reference, lenders: None }
+    }
+}
+
+impl<'m> Models<'m> {
+    /// Completes weights that are cut with these lenders.
+    pub(crate) fn lent(self, lenders: &'m Lenders) -> Self {
+        Self { lenders: Some(lenders), ..self }
+    }
+
+    /// Returns the lender of the policy's weights.
+    pub(crate) fn of_policy(self) -> Option<&'m Lender> {
+        self.lenders?.policy.as_deref()
+    }
+
+    /// Returns the lender of the reference's weights.
+    pub(crate) fn of_reference(self) -> Option<&'m Lender> {
+        self.lenders?.reference.as_deref()
     }
 }
 

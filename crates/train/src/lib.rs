@@ -39,6 +39,7 @@ pub mod room;
 mod rounding;
 mod rows;
 mod run;
+mod sampling;
 mod saved_turns;
 mod schedule;
 mod scoring;
@@ -54,7 +55,6 @@ pub use alike::check as check_ranks;
 pub use buffer::BufferState;
 pub use error::{Refusal, Result, SETTINGS, TrainError};
 pub use evaluate::{Batch, EvalOptions, EvalPlan, Evaluation, Judged, eval_row, evaluate, evaluate_rest};
-pub use exchange::Shard;
 pub use external::{Peer, environment, environment_of};
 pub use features::{Keep, encode};
 pub use forecast::{StepTime, step_time};
@@ -62,13 +62,14 @@ pub use health::{Aims, Health, RULES, Rule};
 pub use imitate::{ImitationOutcome, imitate};
 pub use infer::{GeneratedBatch, Recorded, generate, logprobs, score_recorded};
 pub use inputs::digests;
+pub use lender::Models;
 pub use longest::Longest;
 pub use memory::{Memory, MemoryOf, MemoryPlan, Phase, ReferenceKept, Work, media_bytes, memory};
 pub use omnigrpo_rollout::MAX_LIVE;
 pub use optimizer::{AdamW, AdamWConfig, Moments, Offload, Update};
 pub use plan::{
-    Asked, CardPlan, Curves, EvalSchedule, EvalWhen, Objective, Observer, RecordPlan, ResumeFrom, ResumePlan,
-    RowPlan, RunPlan, RunSummary, SavePlan, SaveWhen, SchedulePlan, SyncReference, TrainSetup,
+    CardPlan, Curves, EvalSchedule, EvalWhen, Objective, Observer, RecordPlan, ResumeFrom, ResumePlan,
+    RowPlan, RunPlan, RunSummary, SavePlan, SaveWhen, SchedulePlan, Signals, SyncReference, TrainSetup,
 };
 pub use policy::{ModelPlan, Policy, weights_fit};
 pub use prepare::{Forecast, Limit, Need, Output, Prepared, Run, Trained, Variant, fits};
@@ -84,7 +85,7 @@ pub use saved_turns::SavedTurn;
 pub use schedule::{Schedule, ScheduleKind};
 pub use scoring::{applies, probe, score};
 pub use selection::{Selection, decayed_names, summary};
-pub use split::{GradientSum, Split};
+pub use split::{GradientSum, Shard, Split};
 pub use step::{Algorithm, Collector, STREAM_ROWS, StepOutcome, UpdateAt, update};
 pub use streams::{Part, pack};
 pub use survey::{RowCheck, Survey, Surveyed};

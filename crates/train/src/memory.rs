@@ -22,7 +22,6 @@ use omnigrpo_rollout::{Completion, FinishReason};
 use omnigrpo_text::{Role, Turn};
 
 use crate::error::{DEVICE, Result, TrainError};
-use crate::exchange::Shard;
 use crate::features::{self, Keep};
 use crate::imitate::imitate;
 use crate::lender::is_lent;
@@ -30,7 +29,7 @@ use crate::optimizer::{AdamW, AdamWConfig, Offload};
 use crate::rollouts::{Group, Kept, Rollouts, Scored};
 use crate::room;
 use crate::rows::PreparedRow;
-use crate::split::Split;
+use crate::split::{Shard, Split};
 use crate::step::{Algorithm, UpdateAt, update};
 
 /// Owner of the memory.
@@ -469,7 +468,7 @@ pub(crate) fn reinforce(
         part.gate(&algorithm.loss)?;
         let mut timer = PhaseTimer::start(Instant::now());
         let at = UpdateAt { step: 0, learning_rate_factor: 1.0 };
-        update(model, reference.as_ref(), &mut optimizer, at, algorithm, part, &mut timer)?;
+        update((model, reference.as_ref()), &mut optimizer, at, algorithm, part, &mut timer)?;
     }
     Ok(())
 }

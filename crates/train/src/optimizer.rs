@@ -184,6 +184,12 @@ impl AdamW {
     /// # Errors
     /// Returns an error with the name of the weight if a gradient is not finite. Nothing is changed then.
     pub fn step(&mut self, factor: f64) -> Result<Update> {
+        let done = self.apply(factor);
+        self.exchange.end(done)
+    }
+
+    /// Updates the weights of this rank. Also returns which weights have a gradient.
+    fn apply(&mut self, factor: f64) -> Result<(Update, Vec<bool>)> {
         let each = self.exchange.squares(self.offloads())?;
         let mut squares = 0.0;
         let mut device = Device::Cpu;
@@ -203,15 +209,10 @@ impl AdamW {
             _ => 1.0,
         };
         let updated: Vec<bool> = each.iter().map(Option::is_some).collect();
-        let cut = self.exchange.is_cut();
-        let own = self.update(&updated, factor, scale as f32);
-        if cut {
-            self.exchange.gather_weights(own, &updated)?;
-        } else {
-            own?;
-        }
+        self.update(&updated, factor, scale as f32)?;
         device.finish()?;
-        Ok(Update { grad_norm, skipped: updated.iter().filter(|updated| !**updated).count() })
+        let skipped = updated.iter().filter(|updated| !**updated).count();
+        Ok((Update { grad_norm, skipped }, updated))
     }
 
     /// Updates the weights that have a gradient, or this rank's part of them if the state is cut.

@@ -14,20 +14,22 @@ use omnigrpo_observe::PhaseTimer;
 use omnigrpo_rollout::Completion;
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Result, TrainError};
+use crate::error::Result;
 use crate::exchange::Exchange;
 use crate::features;
 use crate::gap::Gap;
-use crate::lender::{Lender, in_turns};
+use crate::lender::{Lender, Models, in_turns};
 use crate::optimizer::AdamW;
 use crate::rollouts::{Group, Kept, Rollouts, Scored};
-use crate::step::{Algorithm, TokenNumbers, own_places};
+use crate::step::{Algorithm, TokenNumbers};
 use crate::streams::{Part, pack};
 use crate::timing::timed;
 
 /// State of the passes of an update.
 pub(crate) struct Pass<'a> {
     model: &'a Model,
+    /// Lender of the model's weights.
+    lender: Option<&'a Lender>,
     /// Groups of the current leaf.
     leaf: Range<usize>,
     /// Feature gradients summed per prompt of the leaf.
@@ -94,7 +96,7 @@ impl Passed {
 
 impl<'a> Pass<'a> {
     pub(crate) fn new(
-        model: &'a Model,
+        models: Models<'a>,
         algorithm: &'a Algorithm,
         training: Training,
         rollouts: &Rollouts,
@@ -116,7 +118,8 @@ impl<'a> Pass<'a> {
         let step_tokens = [rollouts.groups.iter().map(of_prompt).sum(), lengths.iter().sum()];
         let training = Training { step_tokens, ..training };
         Ok(Self {
-            model,
+            model: models.policy,
+            lender: models.of_policy(),
             leaf: 0..0,
             gradients: FeatureGradients::default(),
             recalled: None,
@@ -135,9 +138,10 @@ impl<'a> Pass<'a> {
     }
 
     /// Runs the passes of this rank's leaves and sums the gradient of the step over all ranks for the optimizer. Returns the results
-    /// of all leaves.
+    /// of all leaves. `done` is the result of this rank's preparation.
     pub(crate) fn run(
         mut self,
+        mut done: Result<()>,
         rollouts: &mut Rollouts,
         optimizer: &mut AdamW,
         timer: &mut PhaseTimer,
@@ -148,28 +152,26 @@ impl<'a> Pass<'a> {
         let mut passed = replace(&mut self.passed, of_leaf());
         let mut own = Vec::new();
         optimizer.exchange().begin(split);
-        let mut leaves = self.algorithm.own_leaves(rollouts.groups.len()).into_iter();
-        let mut done = leaves.try_for_each(|leaf| {
-            let passed = self.leaf(leaf, rollouts, optimizer, timer);
-            own.push(replace(&mut self.passed, of_leaf()));
-            optimizer.exchange().end_leaf(passed)
-        });
-        if optimizer.exchange().is_eager() {
-            // All ranks know of a failure already.
-            done = Ok(done?);
+        // A rank that has failed takes part in the exchanges of its other leaves.
+        for (number, leaf) in split.own_leaves(rollouts.groups.len(), self.algorithm.micro()) {
+            let passed = self.leaf(leaf, done, rollouts, optimizer, timer);
+            own.push((number, replace(&mut self.passed, of_leaf())));
+            done = optimizer.exchange().end_leaf(passed);
         }
-        let each = split.by_leaf(split.share(done.map(|()| own))?);
+        let done = done.and_then(|()| optimizer.exchange().reserve(self.model.device()));
+        let each = split.collect(split.leaves, done.map(|()| own))?;
         if !split.is_off() {
-            timed(timer, "exchange", || optimizer.exchange().sum(self.model.device()))?;
+            timed(timer, "exchange", || optimizer.exchange().sum())?;
         }
         each.into_iter().for_each(|leaf| passed.merge(leaf));
         Ok(passed)
     }
 
-    /// Adds the gradient of a leaf to the gradient in the weights.
+    /// Adds the gradient of a leaf to the gradient in the weights. `ready` is the result of the work before it.
     fn leaf(
         &mut self,
         leaf: Range<usize>,
+        ready: Result<()>,
         rollouts: &mut Rollouts,
         optimizer: &mut AdamW,
         timer: &mut PhaseTimer,
@@ -193,13 +195,13 @@ impl<'a> Pass<'a> {
             let streams = streams(rollouts, first..last, algorithm.stream_rows()).into_iter();
             Ok(streams.map(|stream| (first, stream, normalizer)).collect())
         };
-        let work = leaf.clone().step_by(micro).map(of_micro_batch).collect::<Result<Vec<_>>>();
+        let batches = leaf.clone().step_by(micro);
+        let work = ready.and_then(|()| batches.map(of_micro_batch).collect::<Result<Vec<_>>>());
         let work = work.map(|each| each.concat());
         let split = &algorithm.split;
-        let lender = split.lenders.policy.as_deref();
         in_turns(
             split,
-            lender,
+            self.lender,
             true,
             work,
             &mut (&mut *self, &mut *optimizer, &mut *timer),
@@ -397,7 +399,7 @@ impl<'a> Pass<'a> {
     ) -> Result<()> {
         let narrow = |x: &[f64]| x.iter().map(|&x| x as f32).collect::<Vec<f32>>();
         let dentropy = self.algorithm.loss.needs_entropy().then(|| narrow(&loss.dentropy));
-        let lender = self.algorithm.split.lenders.policy.as_deref();
+        let lender = self.lender;
         let mut done = |block: usize| {
             if let Some(exchange) = exchange.as_deref_mut() {
                 exchange.block_done(block);
@@ -433,12 +435,14 @@ fn score(
     (model, lender): (&Model, Option<&Lender>),
     algorithm: &Algorithm,
     rollouts: &mut Rollouts,
-    streams: Vec<Vec<Part>>,
+    streams: Result<Vec<Vec<Part>>>,
     seen: impl Fn(&Group) -> Result<Vec<Features>>,
     choose: impl Fn(Numbers) -> &[f32],
     keep: impl Fn(&mut Scored, Vec<f32>),
 ) -> Result<()> {
     let own = score_own((model, lender), algorithm, rollouts, streams, seen, choose);
+    // The files of weights are checked before the numbers are used.
+    let own = own.and_then(|own| Ok(model.files_unchanged().map(|()| own)?));
     let all = algorithm.split.collect(rollouts.groups.len(), own)?;
     for (group, numbers) in rollouts.groups.iter_mut().zip(all) {
         group.completions.iter_mut().zip(numbers).for_each(|(c, numbers)| keep(c, numbers));
@@ -451,14 +455,14 @@ fn score_own(
     (model, lender): (&Model, Option<&Lender>),
     algorithm: &Algorithm,
     rollouts: &Rollouts,
-    streams: Vec<Vec<Part>>,
+    streams: Result<Vec<Vec<Part>>>,
     seen: impl Fn(&Group) -> Result<Vec<Features>>,
     choose: impl Fn(Numbers) -> &[f32],
 ) -> Result<Vec<(usize, Vec<Vec<f32>>)>> {
     let temperature = algorithm.sampling.scoring_temperature();
     let mut last: Option<(usize, Vec<Features>)> = None;
     // A group without completions is in no stream.
-    let own = own_places(algorithm, rollouts.groups.len()).into_iter();
+    let own = algorithm.split.own_places(rollouts.groups.len(), algorithm.micro()).into_iter();
     let mut scored: Vec<(usize, Vec<Vec<f32>>)> = own.map(|group| (group, Vec::new())).collect();
     let score = |scored: &mut Vec<(usize, Vec<Vec<f32>>)>, parts: Vec<Part>, _| {
         let stream = rollouts.packed(&parts)?;
@@ -483,36 +487,38 @@ fn score_own(
         }
         Ok(())
     };
-    in_turns(&algorithm.split, lender, false, Ok(streams), &mut scored, score, |_, _| {})?;
+    in_turns(&algorithm.split, lender, false, streams, &mut scored, score, |_, _| {})?;
     Ok(scored)
 }
 
 /// Scores the completions with the weights that sampled them, for updates after the weights have changed.
-pub(crate) fn old_logprobs(model: &Model, algorithm: &Algorithm, rollouts: &mut Rollouts) -> Result<()> {
+pub(crate) fn old_logprobs(models: Models, algorithm: &Algorithm, rollouts: &mut Rollouts) -> Result<()> {
     let leaves = algorithm.own_leaves(rollouts.groups.len()).into_iter();
     let streams = leaves.flat_map(|leaf| streams(rollouts, leaf, algorithm.stream_rows())).collect();
     let seen = |group: &Group| Ok(group.features.clone());
-    let policy = (model, algorithm.split.lenders.policy.as_deref());
-    score(policy, algorithm, rollouts, streams, seen, |(logp, _)| logp, |c, logp| c.old = Some(logp))
+    let policy = (models.policy, models.of_policy());
+    score(policy, algorithm, rollouts, Ok(streams), seen, |(logp, _)| logp, |c, logp| c.old = Some(logp))
 }
 
 /// Computes the entropies of the current weights at each token of recorded completions. Each completion is a separate stream, so
 /// that the entropies do not depend on `max_stream_tokens`.
-pub(crate) fn entropies(model: &Model, algorithm: &Algorithm, rollouts: &mut Rollouts) -> Result<()> {
+pub(crate) fn entropies(models: Models, algorithm: &Algorithm, rollouts: &mut Rollouts) -> Result<()> {
     let leaves = algorithm.own_leaves(rollouts.groups.len()).into_iter();
     let streams = leaves.flat_map(|leaf| streams(rollouts, leaf, 1)).collect();
     let seen = |group: &Group| Ok(group.features.clone());
-    let policy = (model, algorithm.split.lenders.policy.as_deref());
-    score(policy, algorithm, rollouts, streams, seen, |(_, h)| h, |c, h| c.completion.entropies = h)
+    let policy = (models.policy, models.of_policy());
+    score(policy, algorithm, rollouts, Ok(streams), seen, |(_, h)| h, |c, h| c.completion.entropies = h)
 }
 
-/// Scores the completions with the reference, in the streams of the update. The completions store the numbers for all updates.
+/// Scores the completions with the reference, in the streams of the update. The completions store the numbers for all updates. Does
+/// nothing without a reference. `ready` is the result of this rank's preparation.
 pub(crate) fn reference_logprobs(
-    reference: &Model,
-    model: &Model,
+    models: Models,
     algorithm: &Algorithm,
+    ready: Result<()>,
     rollouts: &mut Rollouts,
 ) -> Result<()> {
+    let Some(reference) = models.reference else { return ready };
     let micro = algorithm.micro();
     let leaves = algorithm.own_leaves(rollouts.groups.len()).into_iter();
     let batches = leaves.flat_map(|leaf| {
@@ -520,16 +526,15 @@ pub(crate) fn reference_logprobs(
         leaf.step_by(micro).map(move |first| first..(first + micro).min(end))
     });
     let streams = batches.flat_map(|groups| streams(rollouts, groups, algorithm.stream_rows())).collect();
-    let seen = |group: &Group| features::of_reference(reference, model, &group.row.prompt, &group.features);
+    let seen =
+        |group: &Group| features::of_reference(reference, models.policy, &group.row.prompt, &group.features);
     score(
-        (reference, algorithm.split.lenders.reference.as_deref()),
+        (reference, models.of_reference()),
         algorithm,
         rollouts,
-        streams,
+        ready.map(|()| streams),
         seen,
         |(logp, _)| logp,
         |c, logp| c.reference = Some(logp),
-    )?;
-    // The files are checked before the numbers are used.
-    algorithm.split.agree(reference.files_unchanged().map_err(TrainError::from))
+    )
 }

@@ -318,7 +318,7 @@ impl Default for RunPlan {
 
 /// What another thread asks of a run, by flags that the run clears.
 #[derive(Clone, Debug, Default)]
-pub struct Asked {
+pub struct Signals {
     /// A checkpoint after the step under way.
     pub save: Arc<AtomicBool>,
     /// An evaluation after the step under way.
@@ -432,7 +432,7 @@ pub struct TrainSetup {
     /// Function that starts the trackers. It is called after files of an earlier run have been moved away.
     pub trackers: Box<dyn FnOnce() -> Trackers + Send>,
     /// What other threads ask for.
-    pub asked: Asked,
+    pub signals: Signals,
     /// Function that draws the picture of the model card; `None` for a card without one.
     pub curves: Option<Curves>,
 }

@@ -21,7 +21,6 @@ use crate::alike;
 use crate::checks::{self, LONGEST};
 use crate::error::{LENGTH_BONUS, ORDER_BONUS, REWARDS, Refusal, Result};
 use crate::evaluate::EvalPlan;
-use crate::exchange::Shard;
 use crate::forecast::{StepTime, step_time};
 use crate::inputs;
 use crate::lender::is_lent;
@@ -29,13 +28,13 @@ use crate::length::Length;
 use crate::longest::{Longest, PREPARED, TYPICAL};
 use crate::memory::{Memory, MemoryOf, MemoryPlan, ReferenceKept, memory};
 use crate::optimizer::AdamWConfig;
-use crate::plan::{Asked, Curves, Objective, Observer, RunPlan, RunSummary, TrainSetup};
+use crate::plan::{Curves, Objective, Observer, RunPlan, RunSummary, Signals, TrainSetup};
 use crate::policy::{ModelPlan, Policy};
 use crate::resume;
 use crate::room;
 use crate::run::train;
 use crate::selection::Selection;
-use crate::split::{GradientSum, Split};
+use crate::split::{GradientSum, Shard, Split};
 use crate::step::Algorithm;
 use crate::survey::{RowCheck, Survey};
 
@@ -193,7 +192,7 @@ pub struct Output {
     /// Function that starts the trackers. It is called after files of an earlier run have been moved away.
     pub trackers: Box<dyn FnOnce() -> Trackers + Send>,
     /// What other threads ask for.
-    pub asked: Asked,
+    pub signals: Signals,
     /// Function that draws the picture of the model card; `None` for a card without one.
     pub curves: Option<Curves>,
 }
@@ -661,22 +660,25 @@ impl Prepared {
         (kept as f64 * trained + evaluated as f64 * held_out) as u64
     }
 
-    /// Checks that all ranks have the same rows, files, plan and division of a step.
+    /// Checks that the run fits into memory on all ranks, and that they have the same rows, files, plan and division of a step.
     fn check_ranks(&self) -> Result<()> {
-        let split = &self.run.algorithm.split;
-        if split.ranks.size() == 1 {
-            return Ok(());
+        let ranks = &self.run.algorithm.split.ranks;
+        let hopeless = self.forecast.refusal().filter(|_| self.forecast.is_hopeless());
+        let fits = hopeless.map_or(Ok(()), |refusal| Err(refusal.into()));
+        if ranks.size() == 1 {
+            return fits;
         }
         let what = "their inputs";
-        let own = split.agree(self.described())?;
-        let Err(first) = alike::check(&split.ranks, what, own.clone()) else { return Ok(()) };
+        let mut own = Map::new();
+        let described = fits.and_then(|()| self.described()).inspect(|described| own.clone_from(described));
+        let Some(first) = alike::differing(ranks, what, described)? else { return Ok(()) };
         // All ranks know that one differs. Its parts say where.
-        let parts = split.agree(inputs::in_parts(&self.run.model, &self.run.dataset))?;
         let whole =
             |name: &str| ["dataset", "files of ", "weights of "].iter().any(|own| name.starts_with(own));
-        let own = own.into_iter().filter(|(name, _)| !whole(name)).chain(parts).collect();
-        alike::check(&split.ranks, what, own)?;
-        Err(first)
+        let parts = inputs::in_parts(&self.run.model, &self.run.dataset);
+        let own = own.into_iter().filter(|(name, _)| !whole(name));
+        alike::check(ranks, what, parts.map(|parts| own.chain(parts).collect()))?;
+        Err(first.into())
     }
 
     /// Returns what must be the same on all ranks, by name, with digests of the contents.
@@ -726,8 +728,6 @@ impl Prepared {
     /// Returns an error if the lasting part of the run's memory exceeds what is free, if a rank differs from the first one, and the errors of
     /// training ([`train`](crate::train())).
     pub fn train(self, output: Output, console: &Console, stop: &AtomicBool) -> Result<Trained> {
-        let hopeless = self.forecast.refusal().filter(|_| self.forecast.is_hopeless());
-        self.run.algorithm.split.agree(hopeless.map_or(Ok(()), |refusal| Err(refusal.into())))?;
         self.check_ranks()?;
         let usable = self.usable_rows();
         let Self { run, bad_rows, longest, typical, forecast, .. } = self;
@@ -736,10 +736,13 @@ impl Prepared {
         run.prompts.media_store().set_max_bytes(forecast.need.media_store);
         let split = &run.algorithm.split;
         let model = match run.model {
-            Policy::Loaded(model) => *model,
-            Policy::Planned(plan) => split.agree(plan.load_on(split, &run.selection))?,
+            Policy::Loaded(model) => Ok(*model),
+            Policy::Planned(plan) => plan.load_on(split, &run.selection),
         };
-        same_weights(split, &model)?;
+        let model = alike::same(&split.ranks, "their weights", model, |model| {
+            let each = model.tensor_digests().into_iter();
+            Ok(each.map(|(name, digest)| (name, shown(digest))).collect())
+        })?;
         if let Some(name) = &run.plan.card.run_name {
             console.line(&format!("run {name}"));
         }
@@ -749,7 +752,7 @@ impl Prepared {
         let mut plan = run.plan;
         plan.rows.bad = bad_rows;
         plan.records.files.extend(run.corpus.map(|corpus| (Corpus::FILE, corpus.kept())));
-        let Output { lock, observer, trackers, asked, curves } = output;
+        let Output { lock, observer, trackers, signals, curves } = output;
         let setup = TrainSetup {
             model,
             prompts: run.prompts,
@@ -767,21 +770,11 @@ impl Prepared {
             lock,
             observer,
             trackers,
-            asked,
+            signals,
             curves,
         };
         train(setup, console, stop)
     }
-}
-
-/// Checks that all ranks have the same weights.
-fn same_weights(split: &Split, model: &Model) -> Result<()> {
-    if split.ranks.size() == 1 {
-        return Ok(());
-    }
-    let each = model.tensor_digests().into_iter();
-    let own: Map<_, _> = each.map(|(name, digest)| (name, shown(digest))).collect();
-    alike::check(&split.ranks, "their weights", own)
 }
 
 /// Returns a digest as the comparison of ranks expects it.

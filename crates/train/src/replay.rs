@@ -16,6 +16,7 @@ use crate::features::encode_own;
 use crate::rollouts::{Group, Rollouts, Scored};
 use crate::rows::PreparedRow;
 use crate::step::Algorithm;
+use crate::timing::timed;
 
 /// Builds a rollout from the completions and rewards in the rows instead of sampling. Tokens after the first stop token of a
 /// completion are dropped, because other trainers record padding there. Turns of an environment are rendered again, and are not asked
@@ -39,7 +40,7 @@ pub fn replay(
         row.add_media(media);
         named.push((completions, rewards));
     }
-    let (features, kept) = encode_own(model, prompts, algorithm, &mut rows, true, timer)?;
+    let (features, kept) = timed(timer, "encode", || encode_own(model, prompts, algorithm, &mut rows, true))?;
     let mut groups: Vec<Group> = Vec::with_capacity(rows.len());
     let mut names: Vec<String> = Vec::new();
     let mut values: Vec<Vec<Option<f64>>> = Vec::new();

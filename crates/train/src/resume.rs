@@ -82,15 +82,19 @@ pub(crate) struct Search<'a> {
     pub(crate) total_steps: u64,
     pub(crate) rounding: &'a Rounding,
     pub(crate) model: &'a Model,
+    /// Reference whose weights move.
+    pub(crate) reference: Option<&'a Model>,
     pub(crate) optimizer: &'a mut AdamW,
     pub(crate) console: &'a Console,
 }
 
 impl Search<'_> {
-    /// Chooses the starting point of all ranks: the first rank decides, and the others load the same checkpoint.
-    pub(crate) fn together(mut self, split: &Split) -> Result<Start> {
+    /// Chooses the starting point of all ranks: the first rank decides, and the others load the same checkpoint. Each rank has then
+    /// loaded the state of the optimizer and of a moving reference. `ready` is the result of the first rank's preparation.
+    pub(crate) fn over(mut self, split: &Split, ready: Result<()>) -> Result<Start> {
         let mut start = None;
         let chosen = split.by_first(|| {
+            ready?;
             let found = self.start()?;
             let chosen = match &found {
                 Start::Anew { .. } => None,
@@ -99,22 +103,29 @@ impl Search<'_> {
             start = Some(found);
             Ok(chosen)
         })?;
-        let load = || match chosen {
-            None => Ok(Start::Anew { why: String::new() }),
-            Some((path, changed)) => {
-                let state = checkpoint::read_state(&path)?;
-                checkpoint::load(&path, self.model, self.optimizer, &state)?;
-                Ok(Start::From(Box::new(Resumed { path, state, changed })))
+        let load = || -> Result<Start> {
+            let start = match (start, chosen) {
+                (Some(start), _) => start,
+                (None, None) => Start::Anew { why: String::new() },
+                (None, Some((path, changed))) => {
+                    let state = checkpoint::read_state(&path)?;
+                    checkpoint::load(&path, self.model, self.optimizer, &state)?;
+                    Start::From(Box::new(Resumed { path, state, changed }))
+                }
+            };
+            self.optimizer.reserve()?;
+            if let (Start::From(resumed), Some(reference)) = (&start, self.reference) {
+                checkpoint::load_reference(&resumed.path, reference)?;
             }
+            Ok(start)
         };
-        let start = split.agree(match start {
-            Some(start) => Ok(start),
-            None => load(),
-        })?;
-        if let Start::From(resumed) = &start {
-            same_checkpoint(split, &resumed.path)?;
-        }
-        Ok(start)
+        // Each rank has compared its own files with their sums.
+        alike::same(&split.ranks, "the checkpoint to resume from", load(), |start| {
+            let Start::From(resumed) = start else { return Ok(Map::new()) };
+            let path = &resumed.path;
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            Ok(std::iter::once((name, checkpoint::digest(path)?.into())).collect())
+        })
     }
 
     /// Chooses the starting point and loads the checkpoint, if there is one.
@@ -208,20 +219,6 @@ impl Search<'_> {
         let changed = differences.into_iter().map(|(name, _)| name).collect();
         Ok(Start::From(Box::new(Resumed { path, state, changed })))
     }
-}
-
-/// Checks that all ranks have loaded the same files. Each of them has compared its own files with their sums.
-fn same_checkpoint(split: &Split, path: &Path) -> Result<()> {
-    if split.ranks.size() == 1 {
-        return Ok(());
-    }
-    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let sums = split.agree(checkpoint::digest(path))?;
-    alike::check(
-        &split.ranks,
-        "the checkpoint to resume from",
-        std::iter::once((name, sums.into())).collect(),
-    )
 }
 
 impl Start {

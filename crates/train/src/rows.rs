@@ -322,7 +322,7 @@ pub fn requests<'a>(
     num_samples: usize,
     rollout: u64,
 ) -> Vec<Request<'a>> {
-    let before = scoring::occurrences(rows.iter().map(|row| row.sample.row));
+    let before = occurrences(rows.iter().map(|row| row.sample.row));
     let each = rows.iter().zip(features).zip(before);
     each.map(|((row, features), before)| Request {
         prompt: &row.prompt,
@@ -334,6 +334,18 @@ pub fn requests<'a>(
         sample: Some(&row.sample),
     })
     .collect()
+}
+
+/// Returns for each row the number of its earlier occurrences in the list. The sample numbers of a repeated row continue, so that
+/// its completions get different random numbers.
+pub(crate) fn occurrences(rows: impl IntoIterator<Item = u64>) -> Vec<u32> {
+    let mut seen = HashMap::new();
+    let mut count = |row| {
+        let next = seen.entry(row).or_insert(0);
+        *next += 1;
+        *next - 1
+    };
+    rows.into_iter().map(&mut count).collect()
 }
 
 /// Prepared form of a row.

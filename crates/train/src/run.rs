@@ -16,14 +16,16 @@ use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_observe::{Console, Event, Metric, PhaseTimer, RunLock};
 use omnigrpo_rewards::RewardSet;
 use omnigrpo_rollout::Interaction;
+use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
 use crate::evaluate::EvalPlan;
 use crate::imitate;
+use crate::lender::{Lenders, Models};
 use crate::length::Length;
 use crate::optimizer::AdamW;
 use crate::pass::{entropies, old_logprobs, reference_logprobs};
-use crate::plan::{Asked, Curves, Objective, Observer, RunPlan, RunSummary, TrainSetup};
+use crate::plan::{Curves, Objective, Observer, RunPlan, RunSummary, Signals, TrainSetup};
 use crate::prepare::Trained;
 use crate::records::Records;
 use crate::replay::replay;
@@ -62,12 +64,10 @@ fn train_to_the_end(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> 
     let shown = console.steps(this.place.step, total);
     let _watching = console.activity().machine().watch(gpu_load(this.model.device()));
     this.repeat_evaluation(&mut summary)?;
-    let ranks = this.algorithm.split.ranks.clone();
     let mut ends = this.place.evaluation_due;
-    // All ranks stop if one of them is asked to.
-    while this.place.step < total && !ranks.any(ends || stop.load(Ordering::Relaxed))? {
+    while this.place.step < total && !this.meet(Ok(Asked::to_end(ends, stop)))?.ends {
         let mut timer = PhaseTimer::shown(Instant::now(), console.activity());
-        let (mut metrics, reward) = match this.update(&mut timer) {
+        let mut updated = match this.update(&mut timer) {
             Err(error) if error.fault() == Fault::Machine => {
                 summary.machine = Some(told(&error));
                 break;
@@ -75,19 +75,50 @@ fn train_to_the_end(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> 
             updated => updated?,
         };
         this.move_reference()?;
-        this.measure(&mut metrics);
+        this.measure(&mut updated.metrics);
         this.place.step += 1;
-        shown.advance(&metrics);
-        ends = this.report(metrics, reward, timer, &mut summary)?;
+        shown.advance(&updated.metrics);
+        let mut asked = this.report(updated, timer, &mut summary)?;
         let epoch_done = this.end_epoch();
         // The evaluation precedes the checkpoint of the step. The checkpoint's logs are then complete, and a resumed run does not
         // repeat the evaluation.
-        let improved = this.evaluate_if_due(epoch_done, &mut summary)?;
-        ends = ranks.any(ends || this.place.evaluation_due || stop.load(Ordering::Relaxed))?;
-        this.save_if_due(ends, epoch_done, improved)?;
+        let improved = this.evaluate_if_due(asked.evaluate, epoch_done, &mut summary)?;
+        let own = Asked::to_end(asked.ends || this.place.evaluation_due, stop);
+        asked = this.meet(Ok(Asked { save: this.is_late(), ..own }))?;
+        this.save_if_due(&asked, epoch_done, improved)?;
+        ends = asked.ends;
     }
     drop(shown);
     this.end(summary)
+}
+
+/// Requests of a rank, and after [`Loop::meet`] the decisions of all ranks.
+#[derive(Default, Serialize, Deserialize)]
+struct Asked {
+    /// True to end the run.
+    ends: bool,
+    /// Training problem for which the run ends.
+    collapsed: Option<String>,
+    /// True for an evaluation.
+    evaluate: bool,
+    /// True for a checkpoint.
+    save: bool,
+}
+
+impl Asked {
+    /// Asks to end the run if `ends`, or if the process has to stop.
+    fn to_end(ends: bool, stop: &AtomicBool) -> Self {
+        Self { ends: ends || stop.load(Ordering::Relaxed), ..Self::default() }
+    }
+}
+
+/// Result of an update.
+struct Updated {
+    metrics: Vec<Metric>,
+    /// Mean reward.
+    reward: Option<f64>,
+    /// Result of recording the numbers of tokens, on this rank.
+    recorded: Result<()>,
 }
 
 /// Progress of a run.
@@ -135,6 +166,8 @@ struct Loop {
     rewards: Arc<RewardSet>,
     interaction: Option<Interaction>,
     algorithm: Algorithm,
+    /// Weights that are cut.
+    lenders: Lenders,
     optimizer: AdamW,
     schedule: Schedule,
     length: Length,
@@ -148,7 +181,7 @@ struct Loop {
     returned: Returned,
     records: Records,
     observer: Box<dyn Observer>,
-    asked: Asked,
+    signals: Signals,
     curves: Option<Curves>,
     console: Console,
     /// Time of the last checkpoint, or of the start.
@@ -158,14 +191,29 @@ struct Loop {
 }
 
 impl Loop {
-    /// Performs the next update. Returns its metrics and the mean reward. After a failure of the machine, the order of rows is that
-    /// before the update.
-    fn update(&mut self, timer: &mut PhaseTimer) -> Result<(Vec<Metric>, Option<f64>)> {
+    /// Ends a phase on all ranks: returns what one of them asks for, or the failure of one. `own` is the result of this rank.
+    fn meet(&self, own: Result<Asked>) -> Result<Asked> {
+        let all = self.algorithm.split.share(own)?.into_iter();
+        Ok(all.fold(Asked::default(), |all, own| Asked {
+            ends: all.ends || own.ends,
+            collapsed: all.collapsed.or(own.collapsed),
+            evaluate: all.evaluate || own.evaluate,
+            save: all.save || own.save,
+        }))
+    }
+
+    /// Returns the models of a step.
+    fn models(&self) -> Models<'_> {
+        Models::from((&self.model, self.reference.as_ref())).lent(&self.lenders)
+    }
+
+    /// Performs the next update. After a failure of the machine, the order of rows is that before the update.
+    fn update(&mut self, timer: &mut PhaseTimer) -> Result<Updated> {
         let step = self.place.step;
         let at = UpdateAt { step, learning_rate_factor: self.schedule.factor(step) };
         let order = self.source.order().clone();
         let updated = match self.run.objective {
-            Objective::Imitate => self.imitate(at, timer).map(|metrics| (metrics, None)),
+            Objective::Imitate => self.imitate(at, timer),
             Objective::Reinforce => self.reinforce(at, timer),
         };
         if updated.as_ref().is_err_and(|error| error.fault() == Fault::Machine) {
@@ -176,7 +224,7 @@ impl Loop {
     }
 
     /// Performs a supervised update.
-    fn imitate(&mut self, at: UpdateAt, timer: &mut PhaseTimer) -> Result<Vec<Metric>> {
+    fn imitate(&mut self, at: UpdateAt, timer: &mut PhaseTimer) -> Result<Updated> {
         let (step, length) = (at.step, self.length);
         let drawn = timed(timer, "data", || self.source.draw_sft(length.num_rows(step)));
         self.record_skipped(step + 1)?;
@@ -186,11 +234,11 @@ impl Loop {
         }
         let outcome =
             imitate::imitate(&self.model, &mut self.optimizer, at, &self.algorithm, &examples, timer)?;
-        Ok(outcome.metrics())
+        Ok(Updated { metrics: outcome.metrics(), reward: None, recorded: Ok(()) })
     }
 
-    /// Performs an update from the rollout in progress or from a new one, and returns its metrics and the mean reward.
-    fn reinforce(&mut self, at: UpdateAt, timer: &mut PhaseTimer) -> Result<(Vec<Metric>, Option<f64>)> {
+    /// Performs an update from the rollout in progress or from a new one.
+    fn reinforce(&mut self, at: UpdateAt, timer: &mut PhaseTimer) -> Result<Updated> {
         let (mut parts, done) = match self.place.buffer.take() {
             Some(buffered) => buffered,
             None => (self.rollout(at.step, timer)?, 0),
@@ -198,23 +246,16 @@ impl Loop {
         let (part, updates) = (done % parts.len(), parts.len() * self.run.num_iterations);
         let first_group = parts[..part].iter().map(|part| part.groups.len()).sum();
         let rollouts = &mut parts[part];
-        let outcome = update(
-            &self.model,
-            self.reference.as_ref(),
-            &mut self.optimizer,
-            at,
-            &self.algorithm,
-            rollouts,
-            timer,
-        )
-        .map_err(|error| self.records.offending_rows(at.step + 1, rollouts, error))?;
+        // Only these fields are borrowed, because the optimizer changes.
+        let models = Models::from((&self.model, self.reference.as_ref())).lent(&self.lenders);
+        let outcome = update(models, &mut self.optimizer, at, &self.algorithm, rollouts, timer)
+            .map_err(|error| self.records.offending_rows(at.step + 1, rollouts, error))?;
         let mut metrics = outcome.metrics();
         let reward = outcome.sums.reward();
         let recorded = timed(timer, "records", || {
             let places = (first_group, &*rollouts);
             self.records.tokens(at.step + 1, places, outcome.tokens, self.prompts.tokenizer())
         });
-        self.algorithm.split.agree(recorded)?;
         if done == 0 {
             let logged = &rollouts.rewards.logged.metrics;
             metrics.extend(logged.iter().map(|(name, value)| (name.clone(), Some(*value))));
@@ -224,7 +265,7 @@ impl Loop {
         if done + 1 < updates {
             self.place.buffer = Some((parts, done + 1));
         }
-        Ok((metrics, reward))
+        Ok(Updated { metrics, reward, recorded })
     }
 
     /// Moves the reference towards the policy if a sync is due after the present update. The new weights are `α π + (1 − α) π_ref`
@@ -235,7 +276,7 @@ impl Loop {
             return Ok(());
         }
         let mixup = sync.mixup as f32;
-        self.algorithm.split.lenders.whole(|| {
+        self.lenders.whole(|| {
             for (own, policy) in reference.params().iter().zip(self.model.params()) {
                 if own.shares_storage(policy) {
                     continue;
@@ -250,25 +291,27 @@ impl Loop {
         })
     }
 
-    /// Records the rows that were skipped since the last call.
+    /// Records the rows that were skipped since the last call, on the first rank.
     fn record_skipped(&mut self, step: u64) -> Result<()> {
         let mut rows = self.source.take_skipped().into_iter();
-        self.algorithm.split.agree(rows.try_for_each(|row| self.records.skipped(step, &row)))
+        rows.try_for_each(|row| self.records.skipped(step, &row))
     }
 
     /// Samples the next rollout and splits it into one part per update of an iteration.
     fn rollout(&mut self, step: u64, timer: &mut PhaseTimer) -> Result<Vec<Rollouts>> {
         let (index, length) = (self.place.rollout, self.length);
         let drawn = timed(timer, "data", || self.source.draw(length.num_rows(index)));
-        self.record_skipped(step + 1)?;
+        let recorded = self.record_skipped(step + 1);
         let epoch = self.source.order().epochs_done();
         let drawn = drawn?;
         let updates = drawn.len().div_ceil(self.run.prompts_per_step) * self.run.num_iterations;
         if step + (updates as u64) < length.total {
             self.source.prepare_ahead(length.num_rows(index + 1), Making::Prompt);
         }
-        let collected = self.collect(drawn, step, epoch, timer)?;
-        self.record_skipped(step + 1)?;
+        let collected = self.collect(drawn, step, epoch, timer);
+        let recorded = recorded.and(self.record_skipped(step + 1));
+        // A failure of one rank ends the rollout on all of them.
+        let collected = self.algorithm.split.agree(recorded.and(collected))?;
         self.look_at_rewards(step + 1, &collected)?;
         let rewards = collected.rewards.total.chunks(self.algorithm.num_generations);
         for (group, rewards) in collected.groups.iter().zip(rewards) {
@@ -281,17 +324,17 @@ impl Loop {
         self.place.rollout += 1;
         let mut parts = collected.split(self.run.prompts_per_step);
         for (at, part) in parts.iter_mut().enumerate() {
-            let (model, algorithm) = (&self.model, &self.algorithm);
+            let (models, algorithm) = (self.models(), &self.algorithm);
             if self.run.rows.replay && algorithm.loss.top_entropy < 1.0 {
-                timed(timer, "entropy", || entropies(model, algorithm, part))?;
+                timed(timer, "entropy", || entropies(models, algorithm, part))?;
             }
             part.gate(&algorithm.loss)?;
             if at > 0 && part.completions().any(|c| c.old.is_none()) {
-                timed(timer, "old", || old_logprobs(model, algorithm, part))?;
+                timed(timer, "old", || old_logprobs(models, algorithm, part))?;
             }
             // A fixed reference can be evaluated later, when an update needs it. A moving one must be evaluated now.
-            if let Some(reference) = self.reference.as_ref().filter(|_| self.run.sync_reference.is_some()) {
-                timed(timer, "reference", || reference_logprobs(reference, model, algorithm, part))?;
+            if self.run.sync_reference.is_some() {
+                timed(timer, "reference", || reference_logprobs(models, algorithm, Ok(()), part))?;
             }
         }
         Ok(parts)
@@ -311,6 +354,7 @@ impl Loop {
         self.returned.refusal(&names, is_pass).map_or(Ok(()), |refusal| Err(refusal.into()))
     }
 
+    /// Collects and records a rollout. The failure may be on this rank alone.
     fn collect(
         &mut self,
         rows: Vec<PreparedRow>,
@@ -318,8 +362,7 @@ impl Loop {
         epoch: f64,
         timer: &mut PhaseTimer,
     ) -> Result<Rollouts> {
-        let lenders = self.algorithm.split.lenders.of_policy();
-        let rollouts = lenders.whole(|| {
+        let rollouts = self.lenders.of_policy().whole(|| {
             if self.run.rows.replay {
                 return replay(&self.model, &self.prompts, &self.algorithm, rows, timer);
             }
@@ -337,8 +380,8 @@ impl Loop {
                 .map_err(|error| self.records.keep_unscored(step + 1, error))
         })?;
         self.observer.rollout(step, &rollouts);
-        let recorded = timed(timer, "records", || self.records.rollouts(step + 1, epoch, &rollouts));
-        self.algorithm.split.agree(recorded.map(|()| rollouts))
+        timed(timer, "records", || self.records.rollouts(step + 1, epoch, &rollouts))?;
+        Ok(rollouts)
     }
 
     /// Adds the metrics of the loop to those of the present update.
@@ -358,25 +401,24 @@ impl Loop {
         }
     }
 
-    /// Records a completed step and tells the observer. Returns true if the run should end.
-    fn report(
-        &mut self,
-        metrics: Vec<Metric>,
-        reward: Option<f64>,
-        timer: PhaseTimer,
-        summary: &mut RunSummary,
-    ) -> Result<bool> {
-        let (step, split) = (self.place.step, &self.algorithm.split);
-        let epoch = self.source.order().epochs_done();
-        let (metrics, problems) = split.agree(self.records.step(step, epoch, metrics, reward, timer))?;
-        let mut ends = self.observer.step(step, &metrics).is_break();
-        problems.into_iter().for_each(|problem| self.observer.event(step, &Event::Problem(problem)));
-        if self.run.stop_on_collapse && step < self.length.total {
-            // Only the first rank watches the metrics; all of them end alike.
-            summary.collapsed = split.by_first(|| Ok(self.records.collapse()))?;
-            ends |= summary.collapsed.is_some();
-        }
-        Ok(ends)
+    /// Records a completed step and tells the observer. Returns what the ranks do after it.
+    fn report(&mut self, updated: Updated, timer: PhaseTimer, summary: &mut RunSummary) -> Result<Asked> {
+        let (step, epoch) = (self.place.step, self.source.order().epochs_done());
+        let Updated { metrics, reward, recorded } = updated;
+        let recorded = recorded.and_then(|()| self.records.step(step, epoch, metrics, reward, timer));
+        // Only the first rank watches the metrics and is asked for evaluations; all ranks do the same.
+        let is_first = self.algorithm.split.ranks.is_first();
+        let evaluate = self.signals.evaluate.swap(false, Ordering::Relaxed) && is_first;
+        let own = recorded.map(|(metrics, problems)| {
+            let ends = self.observer.step(step, &metrics).is_break();
+            problems.into_iter().for_each(|problem| self.observer.event(step, &Event::Problem(problem)));
+            let watches = is_first && self.run.stop_on_collapse && step < self.length.total;
+            let collapsed = if watches { self.records.collapse() } else { None };
+            Asked { ends: ends || collapsed.is_some(), collapsed, evaluate, save: false }
+        });
+        let asked = self.meet(own)?;
+        summary.collapsed.clone_from(&asked.collapsed);
+        Ok(asked)
     }
 
     /// Counts an epoch after the last update on its rows, and warns of weights that no row of it reached. Returns true if this step

@@ -1,22 +1,28 @@
 //! Scoring of completions.
 
-use std::collections::HashMap;
-
 use omnigrpo_data::{Cause, MediumRef, Sample, renumbered};
 use omnigrpo_rewards::{RewardError, RewardInput, RewardMatrix, RewardSet, RowKey};
 use omnigrpo_rollout::{Completion, FinishReason};
 use omnigrpo_text::{Role, Turn};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::error::{Result, TrainError};
-use crate::rows::{PreparedRow, media_paths};
+use crate::rows::{PreparedRow, media_paths, occurrences};
+use crate::split::Split;
 
-/// Pairs rows with their completions for scoring.
-pub(crate) fn pairs<'a>(
-    rows: &'a [PreparedRow],
-    completions: &'a [Vec<Completion>],
-) -> Vec<(&'a Sample, &'a [Completion])> {
-    rows.iter().zip(completions).map(|(row, own)| (&row.sample, own.as_slice())).collect()
+/// Scores completions on the first rank, so that a reward with a process or a bill runs once. Returns the scores on all ranks.
+pub(crate) fn once<T: Serialize + DeserializeOwned>(
+    split: &Split,
+    rows: &[PreparedRow],
+    completions: &[Vec<Completion>],
+    score: impl FnOnce(&[(&Sample, &[Completion])]) -> Result<T>,
+) -> Result<T> {
+    split.by_first(|| {
+        let pairs = rows.iter().zip(completions).map(|(row, own)| (&row.sample, own.as_slice()));
+        score(&pairs.collect::<Vec<_>>())
+    })
 }
 
 /// Scores the completions of several rows. The result is ordered by prompt, then completion.
@@ -146,16 +152,4 @@ impl Told {
         }
         Some(Self { turns, media, ids: completion.sampled_ids() })
     }
-}
-
-/// Returns for each row the number of its earlier occurrences in the list. The sample numbers of a repeated row continue, so that
-/// its completions get different random numbers.
-pub(crate) fn occurrences(rows: impl IntoIterator<Item = u64>) -> Vec<u32> {
-    let mut seen = HashMap::new();
-    let mut count = |row| {
-        let next = seen.entry(row).or_insert(0);
-        *next += 1;
-        *next - 1
-    };
-    rows.into_iter().map(&mut count).collect()
 }

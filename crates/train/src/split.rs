@@ -17,8 +17,20 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::error::{LEAVES, Result, TrainError};
-use crate::exchange::Shard;
-use crate::lender::Lenders;
+
+/// State of a run that is cut into a part for each rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+pub enum Shard {
+    /// Nothing.
+    #[default]
+    None,
+    /// Moments and masters of the optimizer (ZeRO stage 1). The state is in main memory.
+    Optimizer,
+    /// Gradients, too (ZeRO stage 2).
+    Gradients,
+    /// The large weights of the decoder, too, also if they are not trained (ZeRO stage 3).
+    Weights,
+}
 
 /// Division of a step over ranks.
 #[derive(Clone)]
@@ -39,8 +51,6 @@ pub struct Split {
     pub local: usize,
     /// Prompts of an update, if a rollout serves several updates.
     pub(crate) prompts_per_step: Option<usize>,
-    /// Weights that are cut.
-    pub(crate) lenders: Lenders,
 }
 
 /// Default of [`Split::least_cut`], that of DeepSpeed.
@@ -74,7 +84,6 @@ impl Split {
             least_cut: LEAST_CUT,
             local: 1,
             prompts_per_step: None,
-            lenders: Lenders::default(),
         }
     }
 
@@ -119,12 +128,6 @@ impl Split {
         if self.shard >= Shard::Gradients { leaf % size } else { leaf / (self.leaves / size) }
     }
 
-    /// Puts values of each rank's leaves into the order of the leaves.
-    pub(crate) fn by_leaf<T>(&self, of_ranks: Vec<Vec<T>>) -> Vec<T> {
-        let mut of_ranks: Vec<_> = of_ranks.into_iter().map(Vec::into_iter).collect();
-        (0..self.leaves).filter_map(|leaf| of_ranks[self.rank_of(leaf)].next()).collect()
-    }
-
     /// Returns the prompts of each leaf of an update with `prompts` prompts in micro-batches of `micro`.
     pub(crate) fn leaves(&self, prompts: usize, micro: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let (leaves, batches) = (self.leaves, prompts.div_ceil(micro));
@@ -132,10 +135,10 @@ impl Split {
         (0..leaves).map(move |leaf| cut(leaf)..cut(leaf + 1))
     }
 
-    /// Returns the prompts of each leaf of this rank, in an update with `prompts` prompts.
-    pub(crate) fn own_leaves(&self, prompts: usize, micro: usize) -> Vec<Range<usize>> {
-        let own = |leaf: &usize| self.rank_of(*leaf) == self.ranks.rank();
-        (0..).zip(self.leaves(prompts, micro)).filter(|(leaf, _)| own(leaf)).map(|(_, own)| own).collect()
+    /// Returns the number and the prompts of each leaf of this rank, in an update with `prompts` prompts.
+    pub(crate) fn own_leaves(&self, prompts: usize, micro: usize) -> Vec<(usize, Range<usize>)> {
+        let own = |(leaf, _): &(usize, _)| self.rank_of(*leaf) == self.ranks.rank();
+        (0..).zip(self.leaves(prompts, micro)).filter(own).collect()
     }
 
     /// Returns the prompts of each leaf of a rollout with `prompts` prompts, over all of its updates.
@@ -161,14 +164,20 @@ impl Split {
         leaves.flat_map(|(leaf, own)| own.map(move |_| self.rank_of(leaf % self.leaves))).collect()
     }
 
+    /// Returns the places of the prompts that this rank trains on, in a rollout with `prompts` prompts.
+    pub(crate) fn own_places(&self, prompts: usize, micro: usize) -> Vec<usize> {
+        let owners = self.owners(prompts, micro).into_iter().enumerate();
+        owners.filter_map(|(place, owner)| (owner == self.ranks.rank()).then_some(place)).collect()
+    }
+
     /// Returns the result of this rank if no rank has failed, else the first failure ([`Ranks::agree`]).
     pub(crate) fn agree<T>(&self, own: Result<T>) -> Result<T> {
-        self.ranks.agree(own, TrainError::fault)
+        self.ranks.agree(own, TrainError::cause)
     }
 
     /// Returns the value of each rank if no rank has failed, else the first failure ([`Ranks::share_all`]).
     pub(crate) fn share<T: Serialize + DeserializeOwned>(&self, own: Result<T>) -> Result<Vec<T>> {
-        self.ranks.share_all(own, TrainError::fault)
+        self.ranks.share_all(own, TrainError::cause)
     }
 
     /// Runs `make` on the first rank and returns its result on all ranks.
@@ -185,11 +194,6 @@ impl Split {
         made.ok_or_else(|| TrainError::Data { what: "the first rank sent no result".into() })
     }
 
-    /// Runs `make` on the first rank only; all ranks get its failure.
-    pub(crate) fn only_first(&self, make: impl FnOnce() -> Result<()>) -> Result<()> {
-        self.agree(if self.ranks.is_first() { make() } else { Ok(()) })
-    }
-
     /// Collects a value for each item from the ranks that have it. `own` gives the items of this rank with their values.
     pub(crate) fn collect<T: Serialize + DeserializeOwned>(
         &self,
@@ -203,7 +207,7 @@ impl Split {
             }
         }
         let whole: Option<Vec<T>> = all.into_iter().collect();
-        whole.ok_or_else(|| TrainError::Data { what: "a prompt of the step belongs to no rank".into() })
+        whole.ok_or_else(|| TrainError::Data { what: "a part of the step belongs to no rank".into() })
     }
 }
 

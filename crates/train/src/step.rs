@@ -30,30 +30,24 @@
 //! the backward pass of the model starts from that derivative. The streams of a step add up their gradients, so the
 //! `Normalizer` must first be computed for the whole step.
 
-use std::cell::OnceCell;
 use std::ops::Range;
-use std::sync::Arc;
 use std::time::Duration;
 
 use omnigrpo_grpo::{AdvantageKind, LossPlan, MetricSums, RECIPES, Recipe, metric};
-use omnigrpo_models::{
-    AddedTurn, DecoderMemory, Features, MediumInput, Model, PromptBuilder, RouterPlan, Training,
-};
+use omnigrpo_models::{Model, PromptBuilder, RouterPlan, Training};
 use omnigrpo_observe::{Metric, PhaseTimer};
-use omnigrpo_ranks::Queue;
 use omnigrpo_rewards::{RewardMatrix, RewardSet};
-use omnigrpo_rollout::{
-    Completion, GenerateOptions, Generator, Interaction, MAX_LIVE, Request, SamplingParams, TokenEvent,
-};
+use omnigrpo_rollout::{Completion, Interaction, MAX_LIVE, SamplingParams};
 
-use crate::error::{Result, TrainError};
-use crate::features::{self, encode_own, settle};
+use crate::error::Result;
+use crate::features::{self, settle};
 use crate::gap::Gap;
+use crate::lender::Models;
 use crate::optimizer::AdamW;
 use crate::pass::{Pass, reference_logprobs};
 use crate::rollouts::{Group, Kept, Rollouts, Scored, alike};
-use crate::rows::{PreparedRow, bring_here, requests};
-use crate::saved_turns;
+use crate::rows::PreparedRow;
+use crate::sampling;
 use crate::scoring;
 use crate::split::Split;
 use crate::temporal;
@@ -145,7 +139,7 @@ impl Algorithm {
 
     /// Returns the prompts of each leaf of this rank, in an update with `prompts` prompts.
     pub(crate) fn own_leaves(&self, prompts: usize) -> Vec<Range<usize>> {
-        self.split.own_leaves(prompts, self.micro())
+        self.split.own_leaves(prompts, self.micro()).into_iter().map(|(_, leaf)| leaf).collect()
     }
 
     /// Returns the prompts of each leaf of this rank, in a rollout with `prompts` prompts.
@@ -282,13 +276,6 @@ struct Sampled {
     rewards: RewardMatrix,
 }
 
-/// Completions of the prompts of a step, by prompt.
-struct Completed {
-    completions: Vec<Vec<Completion>>,
-    /// Media that turns of an environment added to the prompts that were sampled here, with their features.
-    media: Vec<Vec<(Arc<MediumInput>, Features)>>,
-}
-
 /// Offset on a rollout's number for each time that its groups are sampled again.
 const AGAIN: u64 = 1 << 48;
 
@@ -297,6 +284,10 @@ impl Collector<'_> {
     ///
     /// With dynamic sampling (DAPO, arXiv 2503.14476, §3.2), a group with equal rewards gives no gradient. It is replaced by one
     /// of the rows that `draw` returns, up to the limit of the algorithm.
+    ///
+    /// # Errors
+    /// Returns an error if a completion cannot be sampled or scored. The failure may be on this rank alone, if it cannot read what
+    /// another one has sampled.
     pub fn collect(
         &self,
         rows: Vec<PreparedRow>,
@@ -328,8 +319,7 @@ impl Collector<'_> {
         let Sampled { mut groups, kept, mut rewards } = sampled;
         if dropped > 0 {
             // Another rank may have sampled a group that this rank trains on.
-            let settled = timed(timer, "encode", || settle(self.model, self.prompts, algorithm, &mut groups));
-            algorithm.split.agree(settled)?;
+            timed(timer, "encode", || settle(self.model, self.prompts, algorithm, &mut groups))?;
         }
         if algorithm.max_resample_times > 0 {
             rewards.logged.metrics.insert("sampling/resampled_prompts".into(), f64::from(dropped));
@@ -341,170 +331,32 @@ impl Collector<'_> {
         Rollouts::new(algorithm, groups, kept, rewards)
     }
 
-    /// Samples completions of the rows that this rank trains on and shares them with the other ranks. The first rank scores all of
-    /// them, so that a reward with a process or a bill runs once. With `keep`, results are kept for the first update.
+    /// Samples completions of rows and scores them. With `keep`, results are kept for the first update.
     fn sample(
         &self,
-        mut rows: Vec<PreparedRow>,
+        rows: Vec<PreparedRow>,
         rollout: u64,
         keep: bool,
         timer: &mut PhaseTimer,
     ) -> Result<Sampled> {
-        let Self { model, prompts, shuffled, rewards, interaction, algorithm } = *self;
-        let activity = timer.activity().clone();
-        let split = &algorithm.split;
-        // The other prompts are sampled where they are trained, so that their results can be kept.
-        let free = self.free_places(rows.len(), keep);
-        let owners = split.owners(rows.len(), algorithm.micro());
-        // Turns need the rank that has their media.
-        let queue = split.ranks.queue().filter(|_| interaction.is_none());
-        if let Some(queue) = queue {
-            queue.open(&free.iter().map(|&place| owners[place]).collect::<Vec<_>>());
-        }
-        let (mut features, mut kept) = encode_own(model, prompts, algorithm, &mut rows, keep, timer)?;
-        let Completed { completions, media } = timed(timer, "rollout", || {
-            let requests = requests(&rows, &features, algorithm.num_generations, rollout);
-            activity.parts("completions", 0, rows.len() * algorithm.num_generations);
-            self.complete((&rows, &requests), &mut kept, (queue, &free), |event| activity.token(event.last))
-        })?;
+        let Self { shuffled, rewards, algorithm, .. } = *self;
+        let done = sampling::completed(self, rows, rollout, keep, timer)?;
         let mut matrix = timed(timer, "reward", || {
-            split.by_first(|| {
-                let scored = scoring::pairs(&rows, &completions);
-                scoring::score(rewards, &scored, algorithm.seed, rollout)
-                    .map_err(|error| scoring::unscored(error, &scored))
+            scoring::once(&algorithm.split, &done.rows, &done.completions, |scored| {
+                scoring::score(rewards, scored, algorithm.seed, rollout)
+                    .map_err(|error| scoring::unscored(error, scored))
             })
         })?;
         if let Some(shuffled) = shuffled {
             timed(timer, "shuffled_rollout", || {
-                temporal::add_order_bonus(self, shuffled, &rows, rollout, &mut matrix)
+                temporal::add_order_bonus(self, shuffled, &done.rows, rollout, &mut matrix)
             })?;
         }
         if algorithm.length_bonus {
-            temporal::add_length_bonus(rewards, &completions, &mut matrix)?;
+            temporal::add_length_bonus(rewards, &done.completions, &mut matrix)?;
         }
-        for ((row, features), added) in rows.iter_mut().zip(&mut features).zip(media) {
-            let (media, own): (Vec<_>, Vec<_>) = added.into_iter().unzip();
-            row.add_media(media);
-            features.extend(own);
-        }
-        let each = rows.into_iter().zip(features).zip(completions);
-        let groups = each.map(|((row, features), completions)| Group {
-            row,
-            features,
-            completions: completions.into_iter().map(|completion| Scored::new(completion, None)).collect(),
-        });
-        Ok(Sampled { groups: groups.collect(), kept, rewards: matrix })
-    }
-
-    /// Samples the completions of this rank and shares them with the other ranks. The prompts of `kept` leaves are sampled with a
-    /// memory for the first update, the `free` ones in the order of the queue, if there is one.
-    fn complete(
-        &self,
-        (rows, requests): (&[PreparedRow], &[Request]),
-        kept: &mut [Kept],
-        (queue, free): (Option<&Queue>, &[usize]),
-        told: impl FnMut(TokenEvent) + Copy,
-    ) -> Result<Completed> {
-        let Self { model, prompts, algorithm, .. } = *self;
-        let generator = Generator::new(model, prompts, &algorithm.sampling)
-            .with_max_live(algorithm.max_live)
-            .with_interaction(self.interaction);
-        let mut media = vec![Vec::new(); rows.len()];
-        let mut turns: Vec<Vec<Vec<AddedTurn>>> = vec![Vec::new(); rows.len()];
-        let mut own = Vec::new();
-        let mut generate = |places: Vec<usize>, memory: Option<&mut DecoderMemory>| {
-            let mut told = told;
-            let options = GenerateOptions { on_token: Some(&mut told), memory };
-            let all = generator.generate(places.iter().map(|&place| requests[place]), options)?;
-            for (place, generated) in places.into_iter().zip(all) {
-                media[place] = generated.media;
-                turns[place] = generated.completions.iter().map(|c| c.turns.clone()).collect();
-                own.push((place, saved_turns::sent(generated.completions)));
-            }
-            Ok::<_, TrainError>(())
-        };
-        let all = || {
-            for Kept { groups, recalled, .. } in kept {
-                *recalled = self.memory(groups.len());
-                if recalled.is_some() {
-                    generate(groups.clone().collect(), recalled.as_mut())?;
-                }
-            }
-            if let Some(queue) = queue {
-                return self.generate_taken(&generator, queue, free, (rows, requests), told);
-            }
-            let own = own_places(algorithm, rows.len()).into_iter();
-            generate(own.filter(|place| free.contains(place)).collect(), None)?;
-            Ok(Vec::new())
-        };
-        let generated = all().map(|taken| {
-            own.extend(taken.into_iter().map(|(place, taken)| (place, saved_turns::sent(taken))));
-            own
-        });
-        let completions =
-            algorithm.split.collect(rows.len(), generated)?.into_iter().map(saved_turns::received);
-        let mut completions: Vec<Vec<Completion>> = completions.collect();
-        // Turns that were sampled here keep the content of their media.
-        let each =
-            completions.iter_mut().zip(turns).flat_map(|(completions, own)| completions.iter_mut().zip(own));
-        each.for_each(|(completion, own)| completion.turns = own);
-        Ok(Completed { completions, media })
-    }
-
-    /// Returns the places of the prompts that any rank can sample: those whose leaf is not recalled.
-    fn free_places(&self, prompts: usize, keep: bool) -> Vec<usize> {
-        let Self { algorithm, .. } = *self;
-        let keep = keep && algorithm.is_one_update(prompts);
-        let leaves = algorithm.split.leaves_of_rollout(prompts, algorithm.micro());
-        let free = leaves.into_iter().filter(|leaf| !keep || self.memory(leaf.len()).is_none());
-        free.flatten().collect()
-    }
-
-    /// Samples completions of prompts in the places `free`, which this rank takes one after the other while other ranks take theirs.
-    /// Returns the places that it has taken, with their completions.
-    fn generate_taken(
-        &self,
-        generator: &Generator,
-        queue: &Queue,
-        free: &[usize],
-        (rows, requests): (&[PreparedRow], &[Request]),
-        mut told: impl FnMut(TokenEvent),
-    ) -> Result<Vec<(usize, Vec<Completion>)>> {
-        let owns = self.algorithm.owns(rows.len());
-        // Rows that other ranks train on are read and encoded here, too.
-        let borrowed: Vec<OnceCell<(PreparedRow, Vec<Features>)>> = vec![OnceCell::new(); rows.len()];
-        let borrow = |place: usize| -> Result<Request> {
-            let mut row = rows[place].clone();
-            bring_here(self.prompts, &mut row)?;
-            let features = self.model.encode_prompt(&row.prompt)?;
-            let (row, features) = borrowed[place].get_or_init(|| (row, features));
-            Ok(Request { prompt: &row.prompt, features, ..requests[place] })
-        };
-        let (mut taken, mut failed) = (Vec::new(), None);
-        let mut take = || -> Result<Option<Request>> {
-            let Some(&place) = queue.take()?.and_then(|piece| free.get(piece)) else { return Ok(None) };
-            taken.push(place);
-            if owns[place] { Ok(Some(requests[place])) } else { borrow(place).map(Some) }
-        };
-        let requests = std::iter::from_fn(|| {
-            take().unwrap_or_else(|error| {
-                failed = Some(error);
-                None
-            })
-        });
-        let options = GenerateOptions { on_token: Some(&mut told), memory: None };
-        let generated = generator.generate(requests, options)?;
-        failed.map_or(Ok(()), Err)?;
-        Ok(taken.into_iter().zip(generated.into_iter().map(|of| of.completions)).collect())
-    }
-
-    /// Returns a memory for the decoder's results of a leaf if its prompts fit in one micro-batch and the model can recall. The
-    /// update would hold these results anyway. Whether a leaf is recalled does not depend on the rank that samples it.
-    fn memory(&self, prompts: usize) -> Option<DecoderMemory> {
-        let Self { model, algorithm, .. } = *self;
-        let together = (1..=algorithm.prompts_per_micro_batch).contains(&prompts);
-        let same = algorithm.recall && algorithm.router.is_off() && model.can_recall();
-        (same && together).then(|| DecoderMemory::new(algorithm.stream_rows(), algorithm.recompute))
+        let (groups, kept) = done.into_groups();
+        Ok(Sampled { groups, kept, rewards: matrix })
     }
 }
 
@@ -526,47 +378,40 @@ fn turn_metrics(groups: &[Group], wait: Duration) -> Vec<(String, f64)> {
     each.map(|(name, value)| (name.to_owned(), value)).into()
 }
 
-/// Returns the places of the prompts that this rank trains on, in a rollout with `prompts` prompts.
-pub(crate) fn own_places(algorithm: &Algorithm, prompts: usize) -> Vec<usize> {
-    let owns = algorithm.owns(prompts).into_iter().enumerate();
-    owns.filter_map(|(place, own)| own.then_some(place)).collect()
-}
-
 /// Performs one optimizer update from scored rollouts.
 ///
 /// # Errors
 /// Returns an error if a loss or gradient is not finite. The weights are unchanged then.
-pub fn update(
-    model: &Model,
-    reference: Option<&Model>,
+pub fn update<'m>(
+    models: impl Into<Models<'m>>,
     optimizer: &mut AdamW,
     at: UpdateAt,
     algorithm: &Algorithm,
     rollouts: &mut Rollouts,
     timer: &mut PhaseTimer,
 ) -> Result<StepOutcome> {
-    let pass = Pass::new(model, algorithm, at.training(algorithm), rollouts)?;
-    let split = &algorithm.split;
-    if rollouts.updated && model.trains_media() {
+    let models = models.into();
+    let pass = Pass::new(models, algorithm, at.training(algorithm), rollouts)?;
+    let mut ready = Ok(());
+    if rollouts.updated && models.policy.trains_media() {
         let groups = &mut rollouts.groups;
         let mut leaves = algorithm.own_leaves(groups.len()).into_iter();
-        let encoded = timed(timer, "encode", || {
-            leaves.try_for_each(|leaf| features::encode_again(model, &mut groups[leaf]))
+        ready = timed(timer, "encode", || {
+            leaves.try_for_each(|leaf| features::encode_again(models.policy, &mut groups[leaf]))
         });
-        split.agree(encoded)?;
     }
     let unknown = rollouts.completions().any(|c| c.reference.is_none());
-    if let Some(reference) = reference.filter(|_| algorithm.loss.needs_reference() && unknown) {
-        timed(timer, "reference", || reference_logprobs(reference, model, algorithm, rollouts))?;
+    if models.reference.is_some() && algorithm.loss.needs_reference() && unknown {
+        ready = timed(timer, "reference", || reference_logprobs(models, algorithm, ready, rollouts));
     }
-    let passed = pass.run(rollouts, optimizer, timer)?;
+    let passed = pass.run(ready, rollouts, optimizer, timer)?;
     let mut sampler_gap = Gap::default();
     if passed.on_policy {
         for Scored { completion: c, .. } in rollouts.completions() {
             sampler_gap.add(&c.sampler_logprobs, &c.logprobs);
         }
     }
-    let done = split.agree(timed(timer, "optimizer", || optimizer.step(at.learning_rate_factor)))?;
+    let done = timed(timer, "optimizer", || optimizer.step(at.learning_rate_factor))?;
     rollouts.updated = true;
     if passed.on_policy {
         // Later updates of the same rollout use the log-probabilities of the first one in their ratios.

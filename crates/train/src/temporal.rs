@@ -3,14 +3,13 @@
 //! largest value.
 
 use omnigrpo_data::MediumKind;
-use omnigrpo_guard::{WAITS, retried};
 use omnigrpo_models::PromptBuilder;
 use omnigrpo_rewards::{RewardMatrix, RewardSet, answer_reward, length_bonus, temporal_order_bonus};
-use omnigrpo_rollout::{Completion, GenerateOptions, Generator};
+use omnigrpo_rollout::Completion;
 
 use crate::error::{LENGTH_BONUS, ORDER_BONUS, Result, TrainError};
-use crate::features::encode_plain;
-use crate::rows::{PreparedRow, requests};
+use crate::rows::PreparedRow;
+use crate::sampling;
 use crate::scoring;
 use crate::step::Collector;
 
@@ -43,15 +42,11 @@ pub fn add_order_bonus(
     let Some(accuracy) = matrix.names.iter().position(|n| n == name) else { return Ok(()) };
     let accuracy = matrix.values[accuracy].clone();
     let owns = algorithm.owns(rows.len()).into_iter();
-    let (videos, own): (Vec<PreparedRow>, Vec<bool>) =
+    let (mut videos, own): (Vec<PreparedRow>, Vec<bool>) =
         rows.iter().cloned().zip(owns).filter(|(row, _)| has_video(row)).unzip();
-    let (split, mut videos) = (&algorithm.split, videos);
-    let places: Vec<usize> = (0..own.len()).filter(|&place| own[place]).collect();
-    let generated = sample(collector, shuffled, (&mut videos, &places), rollout);
-    let completions = split.collect(own.len(), generated)?;
-    let shuffled_accuracy = split.by_first(|| {
-        let scored = scoring::pairs(&videos, &completions);
-        scoring::score_by(rewards, name, &scored, algorithm.seed, SHUFFLED | rollout)
+    let completions = sampling::shuffled(collector, shuffled, (&mut videos, &own), SHUFFLED | rollout)?;
+    let shuffled_accuracy = scoring::once(&algorithm.split, &videos, &completions, |scored| {
+        scoring::score_by(rewards, name, scored, algorithm.seed, SHUFFLED | rollout)
     })?;
     let mut shuffled_accuracy = shuffled_accuracy.into_iter();
     let share = |value: Option<f64>| value.map(|value| value / best);
@@ -102,29 +97,4 @@ pub fn add_length_bonus(
 
 fn has_video(row: &PreparedRow) -> bool {
     row.prompt.media.iter().any(|medium| medium.kind == MediumKind::Video)
-}
-
-/// Prepares the rows in the given places with shuffled frames and samples their completions.
-fn sample(
-    collector: &Collector,
-    shuffled: &PromptBuilder,
-    (videos, places): (&mut [PreparedRow], &[usize]),
-    rollout: u64,
-) -> Result<Vec<(usize, Vec<Completion>)>> {
-    let Collector { model, algorithm, interaction, .. } = *collector;
-    for &place in places {
-        let PreparedRow { sample, epoch, .. } = videos[place].clone();
-        videos[place] = retried(&WAITS, || PreparedRow::new(shuffled, sample.clone(), epoch))?;
-    }
-    let mut features = vec![Vec::new(); videos.len()];
-    let encoded = encode_plain(model, places.iter().map(|&place| &*videos[place].prompt))?;
-    places.iter().zip(encoded).for_each(|(&place, own)| features[place] = own);
-    let num_samples = (algorithm.num_generations / 2).max(1);
-    let requests = requests(videos, &features, num_samples, SHUFFLED | rollout);
-    let requests = places.iter().map(|&place| requests[place]);
-    let generator = Generator::new(model, shuffled, &algorithm.sampling)
-        .with_max_live(algorithm.max_live)
-        .with_interaction(interaction);
-    let generated = generator.generate(requests, GenerateOptions::default())?;
-    Ok(places.iter().copied().zip(generated.into_iter().map(|of| of.completions)).collect())
 }

@@ -118,7 +118,8 @@ fn an_update_holds_what_its_outline_says() {
             let mut rollouts =
                 collector.collect(rows.clone(), 0, &mut |_| Ok(Vec::new()), &mut timer).unwrap();
             let at = UpdateAt { step: 0, learning_rate_factor: 1.0 };
-            update(&model, Some(&reference), &mut adamw, at, &algorithm, &mut rollouts, &mut timer).unwrap();
+            update((&model, Some(&reference)), &mut adamw, at, &algorithm, &mut rollouts, &mut timer)
+                .unwrap();
             MOST.load(Ordering::Relaxed) - before
         };
         // The first one makes moments, and the work space that kernels keep.

@@ -17,9 +17,9 @@ use omnigrpo_ranks::{Ranks, Threads};
 use omnigrpo_rewards::{RewardOptions, RewardSet, build, reward};
 use omnigrpo_rollout::TurnLimits;
 use omnigrpo_train::{
-    AdamWConfig, Algorithm, Asked, EvalPlan, MemoryOf, MemoryPlan, ModelPlan, Observer, Output, Policy,
-    Prepared, PreparedRow, ReferenceKept, ResumeFrom, RowPlan, Run, RunPlan, SavePlan, SaveWhen, Selection,
-    Shard, Split, TrainError, Trained, Work, media_bytes, memory,
+    AdamWConfig, Algorithm, EvalPlan, MemoryOf, MemoryPlan, ModelPlan, Observer, Output, Policy, Prepared,
+    PreparedRow, ReferenceKept, ResumeFrom, RowPlan, Run, RunPlan, SavePlan, SaveWhen, Selection, Shard,
+    Signals, Split, TrainError, Trained, Work, media_bytes, memory,
 };
 use setup::{algorithm, checkpoint, dataset, lines, optimizer, prompts, questions};
 
@@ -74,7 +74,7 @@ fn train(prepared: Prepared, dir: &Path, observer: impl Observer + 'static) -> R
         lock: RunLock::acquire(dir, "this test").unwrap(),
         observer: Box::new(observer),
         trackers: Box::new(|| Trackers::none(&quiet())),
-        asked: Asked::default(),
+        signals: Signals::default(),
         curves: None,
     };
     prepared.train(output, &quiet(), &AtomicBool::new(false))
@@ -296,7 +296,7 @@ fn on_two_ranks(place: &Place, change: impl Fn(usize, &mut Run) + Sync) -> Vec<R
             lock: RunLock::of_first_rank(lock.root()),
             observer: Box::new(()),
             trackers: Box::new(|| Trackers::none(&quiet())),
-            asked: Asked::default(),
+            signals: Signals::default(),
             curves: None,
         };
         match prepared.train(output, &quiet(), &AtomicBool::new(false)) {

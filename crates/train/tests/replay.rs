@@ -31,7 +31,7 @@ fn update(
     algorithm: &Algorithm,
     rollouts: &mut Rollouts,
 ) -> StepOutcome {
-    omnigrpo_train::update(model, Some(reference), adamw, AT, algorithm, rollouts, &mut timer()).unwrap()
+    omnigrpo_train::update((model, Some(reference)), adamw, AT, algorithm, rollouts, &mut timer()).unwrap()
 }
 
 const CHECKPOINTS: [&str; 6] =

@@ -540,7 +540,7 @@ fn a_step_does_not_depend_on_threads() {
                         replay(&model, &setup.prompts, &setup.algorithm, rows, &mut timer).unwrap();
                     let (algorithm, timer) = (&setup.algorithm, &mut timer);
                     let reference = Some(&reference);
-                    update(&model, reference, &mut adamw, AT, algorithm, &mut rollouts, timer)
+                    update((&model, reference), &mut adamw, AT, algorithm, &mut rollouts, timer)
                         .unwrap()
                         .grad_norm
                         .to_bits()
@@ -833,7 +833,7 @@ fn a_gradient_that_is_not_finite_leaves_the_weights() {
     let mut rollouts = replay(&setup.model, &setup.prompts, &setup.algorithm, rows, &mut timer).unwrap();
     let reference = setup.model.reference(ReferencePlace::Memory(setup.model.device())).unwrap();
     let result =
-        update(&setup.model, Some(&reference), &mut adamw, AT, &setup.algorithm, &mut rollouts, &mut timer);
+        update((&setup.model, Some(&reference)), &mut adamw, AT, &setup.algorithm, &mut rollouts, &mut timer);
     assert!(result.is_err());
     assert!(omnigrpo_testkit::weight_bits(&setup.model) == before);
     assert_eq!(adamw.state().count(), 0);
@@ -890,9 +890,15 @@ fn the_reference_sees_the_medium() {
             let expected = token_means.sum::<f64>() / 3.0;
 
             let mut adamw = AdamW::new(optimizer(), model.params());
-            let outcome =
-                update(model, Some(&reference), &mut adamw, AT, &setup.algorithm, &mut rollouts, &mut timer)
-                    .unwrap();
+            let outcome = update(
+                (model, Some(&reference)),
+                &mut adamw,
+                AT,
+                &setup.algorithm,
+                &mut rollouts,
+                &mut timer,
+            )
+            .unwrap();
             let metrics: BTreeMap<String, Option<f64>> = outcome.sums.metrics().into_iter().collect();
             let kl = metrics["kl"].unwrap();
             let what = format!("llm {llm}, projector {projector}, towers {towers}, {image}");
@@ -1206,7 +1212,7 @@ fn one_update(setup: &TrainSetup, reference: &Model) -> u64 {
     let (rewards, algorithm) = (&setup.rewards, &setup.algorithm);
     let collector = Collector { model, prompts, shuffled: None, rewards, interaction: None, algorithm };
     let mut rollouts = collector.collect(rows, 0, &mut |_| Ok(Vec::new()), &mut timer).unwrap();
-    update(model, Some(reference), &mut adamw, AT, &setup.algorithm, &mut rollouts, &mut timer).unwrap();
+    update((model, Some(reference)), &mut adamw, AT, &setup.algorithm, &mut rollouts, &mut timer).unwrap();
     media as u64
 }
 

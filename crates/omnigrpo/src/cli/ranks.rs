@@ -150,7 +150,7 @@ pub fn check_settings(resolved: &Resolved, ranks: &Ranks) -> Result<()> {
     Ok(omnigrpo_train::check_ranks(
         ranks,
         "the program or its settings",
-        std::iter::once(version).chain(own).collect(),
+        Ok(std::iter::once(version).chain(own).collect()),
     )?)
 }
 
@@ -175,6 +175,20 @@ pub fn together<T>(ranks: &Ranks, own: Result<T>) -> Result<T> {
             .into())
         }
     }
+}
+
+/// Runs `make` on the first rank and then on the others, which find what the first one has left in caches. `ready` is the result of
+/// this rank's preparation.
+pub fn in_order<T>(ranks: &Ranks, ready: Result<()>, make: impl Fn() -> Result<T>) -> Result<T> {
+    let (mut ready, mut made) = (ready, None);
+    for of_first in [true, false] {
+        let own = match ranks.is_first() == of_first {
+            true => std::mem::replace(&mut ready, Ok(())).and_then(|()| make().map(Some)),
+            false => Ok(made),
+        };
+        made = together(ranks, own)?;
+    }
+    made.context("a rank has made nothing")
 }
 
 /// Connects the GPUs of all ranks, unless the settings choose MPI.

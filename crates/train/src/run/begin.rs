@@ -11,7 +11,7 @@ use omnigrpo_observe::{Console, Event, RunDir, Trackers, names, write_atomic};
 use omnigrpo_ops::Device;
 use omnigrpo_rewards::RewardSet;
 
-use super::{Loop, Place};
+use super::{Asked, Loop, Place};
 use crate::checkpoint;
 use crate::error::{LEAVES, Result, SYNC_REFERENCE, TrainError};
 use crate::health::{Aims, Health};
@@ -36,7 +36,7 @@ impl Loop {
         let dir = lock.root();
         algorithm.split.prompts_per_step = Some(run.prompts_per_step);
         let split = algorithm.split.clone();
-        split.only_first(|| remove_leftovers(dir, console))?;
+        let ready = if split.ranks.is_first() { remove_leftovers(dir, console) } else { Ok(()) };
         setup.selection.apply(&model)?;
         console.line(summary(&model).trim_end());
         let reference = reference(&model, &algorithm, &run, setup.reference_device)?;
@@ -57,7 +57,7 @@ impl Loop {
             schedule: length.schedule(&run),
             records: Records::new(&run, Arc::clone(&dataset), console, length.total, health),
             interaction: setup.interaction,
-            asked: setup.asked,
+            signals: setup.signals,
             curves: setup.curves,
             observer: if split.ranks.is_first() { setup.observer } else { Box::new(()) },
             console: console.clone(),
@@ -71,6 +71,7 @@ impl Loop {
             shuffled,
             rewards,
             algorithm,
+            lenders: Lenders::default(),
             optimizer,
             length,
             dataset,
@@ -79,12 +80,13 @@ impl Loop {
             eval,
             lock,
         };
-        this.start(setup.trackers)?;
+        this.start(ready, setup.trackers)?;
         Ok(this)
     }
 
-    /// Loads the state from which the run resumes, if there is one, and opens the records.
-    fn start(&mut self, trackers: Box<dyn FnOnce() -> Trackers + Send>) -> Result<()> {
+    /// Loads the state from which the run resumes, if there is one, and opens the records. `ready` is the result of this rank's
+    /// preparation.
+    fn start(&mut self, ready: Result<()>, trackers: Box<dyn FnOnce() -> Trackers + Send>) -> Result<()> {
         let split = self.algorithm.split.clone();
         let search = Search {
             run: &self.run,
@@ -92,38 +94,27 @@ impl Loop {
             total_steps: self.length.total,
             rounding: &self.rounding,
             model: &self.model,
+            reference: self.reference.as_ref().filter(|_| self.run.sync_reference.is_some()),
             optimizer: &mut self.optimizer,
             console: &self.console,
         };
-        let start = search.together(&split)?;
-        split.agree(self.optimizer.reserve())?;
-        if let Start::From(resumed) = &start {
-            self.resume(resumed)?;
-        }
-        self.algorithm.split.lenders = Lenders::cut(&split, &mut self.model, self.reference.as_mut())?;
-        self.place.evaluated_at = split.by_first(|| self.open_records(&start))?;
-        if split.ranks.is_first() {
-            self.records.trackers = trackers();
-        }
-        if !matches!(&start, Start::From(resumed) if resumed.keeps_position()) {
-            let mut bad = self.run.rows.bad.iter().cloned().map(|(row, id, reason)| SkippedRow {
-                row,
-                id,
-                reason,
-                replaced_by: None,
-            });
-            split.agree(bad.try_for_each(|row| self.records.skipped(self.place.step, &row)))?;
-        }
-        Ok(())
+        let start = search.over(&split, ready)?;
+        let resumed = match &start {
+            Start::From(resumed) => self.resume(resumed),
+            Start::Anew { .. } => Ok(()),
+        };
+        self.lenders = Lenders::cut(&split, &mut self.model, self.reference.as_mut())?;
+        let opened = resumed.and_then(|()| match split.ranks.is_first() {
+            true => self.open_records(&start, trackers),
+            false => Ok(()),
+        });
+        self.meet(opened.map(|()| Asked::default())).map(drop)
     }
 
-    /// Restores the reference, the place and the rollout in progress from a checkpoint.
+    /// Restores the place and the rollout in progress from a checkpoint. The failure may be on this rank alone.
     fn resume(&mut self, resumed: &Resumed) -> Result<()> {
         let dir = self.lock.root();
-        let moving = self.reference.as_ref().filter(|_| self.run.sync_reference.is_some());
-        if let Some(reference) = moving {
-            self.algorithm.split.agree(checkpoint::load_reference(&resumed.path, reference))?;
-        }
+        let moves = self.reference.is_some() && self.run.sync_reference.is_some();
         self.place = Place::of(resumed, dir);
         if resumed.keeps_position() {
             self.source.order_mut().resume(resumed.state.order.clone())?;
@@ -132,8 +123,7 @@ impl Loop {
             let saved = saved.clone().following(dir);
             let (model, per_step) = (&self.model, self.run.prompts_per_step);
             let (prompts, dataset) = (&self.prompts, &self.dataset);
-            let parts =
-                saved.restore(&self.algorithm, model, prompts, dataset, per_step, moving.is_some())?;
+            let parts = saved.restore(&self.algorithm, model, prompts, dataset, per_step, moves)?;
             let updates = parts.len() * self.run.num_iterations;
             if saved.iteration >= updates {
                 return Err(TrainError::Checkpoint {
@@ -148,20 +138,19 @@ impl Loop {
         Ok(())
     }
 
-    /// Opens the logs of the run. Returns the checkpoint's step if its evaluation is in the records.
-    fn open_records(&mut self, start: &Start) -> Result<Option<u64>> {
+    /// Opens the logs of the run and the trackers, and records the rows that cannot be used.
+    fn open_records(&mut self, start: &Start, trackers: Box<dyn FnOnce() -> Trackers + Send>) -> Result<()> {
         let (dir, console) = (self.lock.root(), &self.console);
         // Files are moved only after the checkpoint has been loaded without an error.
         start.make_room(dir, self.model.dir(), console)?;
         let own = RunDir::open(dir, start.existing())?;
         let (step, num_steps) = (self.place.step, self.length.total);
         console.record_to(&dir.join(names::EVENTS), step)?;
-        let mut evaluated_at = None;
         let event = match start {
             Start::From(resumed) => {
                 own.each_step(|step, metrics| drop(self.records.health.add(step, metrics)))?;
                 let continued = own.continued(step)?;
-                evaluated_at = continued.evaluated.then_some(step);
+                self.place.evaluated_at = continued.evaluated.then_some(step);
                 let logged = continued.last_step.unwrap_or(0);
                 if logged < step {
                     console.warning(&format!(
@@ -180,7 +169,17 @@ impl Loop {
         if step == num_steps {
             self.console.line("all steps are done; nothing is left to train");
         }
-        Ok(evaluated_at)
+        self.records.trackers = trackers();
+        if matches!(start, Start::From(resumed) if resumed.keeps_position()) {
+            return Ok(());
+        }
+        let mut bad = self.run.rows.bad.iter().cloned().map(|(row, id, reason)| SkippedRow {
+            row,
+            id,
+            reason,
+            replaced_by: None,
+        });
+        bad.try_for_each(|row| self.records.skipped(self.place.step, &row))
     }
 }
 

@@ -1,6 +1,5 @@
 //! Evaluations during a run.
 
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use omnigrpo_guard::{Fault, told};
@@ -16,19 +15,20 @@ impl Loop {
         self.console.activity().enter("evaluation", Instant::now());
         let mut progress = self.console.progress("evaluating", plan.rows.len() as u64);
         let (model, rewards, split) = (&self.model, &self.rewards, &self.algorithm.split);
-        let evaluation = split
+        let (observer, records) = (&mut self.observer, &mut self.records);
+        let is_recorded = self.place.evaluated_at == Some(step);
+        let concluded = |evaluation: &Evaluation| {
+            observer.evaluation(step, evaluation);
+            if is_recorded { Ok(()) } else { records.evaluation(step, epoch, evaluation) }
+        };
+        let mut progressed = |done| progress.advance(done);
+        let evaluation = self
             .lenders
             .of_policy()
-            .whole(|| evaluate_split(split, model, rewards, plan, &mut |done| progress.advance(done)))?;
+            .whole(|| evaluate_split(split, model, rewards, plan, &mut progressed, concluded))?;
         drop(progress);
         self.console.activity().leave();
-        evaluation.usable()?;
-        self.observer.evaluation(step, &evaluation);
-        if self.place.evaluated_at != Some(step) {
-            let recorded = self.records.evaluation(step, epoch, &evaluation);
-            self.algorithm.split.agree(recorded)?;
-            self.place.evaluated_at = Some(step);
-        }
+        self.place.evaluated_at = Some(step);
         Ok(Some(evaluation))
     }
 
@@ -44,16 +44,19 @@ impl Loop {
         Ok(())
     }
 
-    /// Evaluates the model if the plan says so after this step. Returns true if the model is the best so far.
-    pub(super) fn evaluate_if_due(&mut self, epoch_done: bool, summary: &mut RunSummary) -> Result<bool> {
+    /// Evaluates the model if the plan or another thread asks for it after this step. Returns true if the model is the best so far.
+    pub(super) fn evaluate_if_due(
+        &mut self,
+        asked: bool,
+        epoch_done: bool,
+        summary: &mut RunSummary,
+    ) -> Result<bool> {
         let step = self.place.step;
         let due = match self.run.eval.when {
             EvalWhen::Never => false,
             EvalWhen::Steps(every) => is_due(step, every),
             EvalWhen::Epoch => epoch_done,
         };
-        let ranks = &self.algorithm.split.ranks;
-        let asked = ranks.any(self.asked.evaluate.swap(false, Ordering::Relaxed) && ranks.is_first())?;
         if due || asked || step == self.length.total { self.evaluate_step(step, summary) } else { Ok(false) }
     }
 

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use omnigrpo_observe::Event;
 
-use super::{Loop, is_due};
+use super::{Asked, Loop, is_due};
 use crate::buffer::BufferState;
 use crate::checkpoint::{self, TrainerState};
 use crate::error::{NEWEST, RESUME, Result};
@@ -14,15 +14,21 @@ use crate::plan::{RunSummary, SaveWhen};
 use crate::prepare::Trained;
 
 impl Loop {
-    /// Writes a checkpoint if the plan or another thread asks for one after this step, or if the run ends here.
-    pub(super) fn save_if_due(&mut self, ends: bool, epoch_done: bool, improved: bool) -> Result<()> {
-        let (step, plan, ranks) = (self.place.step, &self.run.save, &self.algorithm.split.ranks);
-        // A stop during the last step is not an interruption: no work remains.
-        let interrupted = step < self.length.total && ends;
-        let asked = self.asked.save.swap(false, Ordering::Relaxed);
+    /// Returns true on the first rank if another thread asks for a checkpoint, or if the last one is too old.
+    pub(super) fn is_late(&self) -> bool {
+        let plan = &self.run.save;
+        let asked = self.signals.save.swap(false, Ordering::Relaxed);
         let late = asked || plan.every.is_some_and(|time| self.last_save.elapsed() >= time);
+        late && self.algorithm.split.ranks.is_first()
+    }
+
+    /// Writes a checkpoint if the plan or a rank asks for one after this step, or if the run ends here.
+    pub(super) fn save_if_due(&mut self, asked: &Asked, epoch_done: bool, improved: bool) -> Result<()> {
+        let (step, plan) = (self.place.step, &self.run.save);
+        // A stop during the last step is not an interruption: no work remains.
+        let interrupted = step < self.length.total && asked.ends;
         let due = interrupted
-            || ranks.any(late && ranks.is_first())?
+            || asked.save
             || match plan.when {
                 SaveWhen::Never => false,
                 SaveWhen::Steps(every) => is_due(step, every),
@@ -39,23 +45,22 @@ impl Loop {
     /// Writes a checkpoint, on the first rank. It includes the optimizer's state if `whole` is true; only then can a run resume from
     /// it.
     pub(super) fn save(&mut self, whole: bool) -> Result<()> {
-        let split = self.algorithm.split.clone();
         if self.optimizer.exchange().is_cut() {
             // The first rank writes the parts of all ranks.
-            split.agree(checkpoint::check_moments(&self.optimizer))?;
+            let checked = checkpoint::check_moments(&self.optimizer);
+            self.meet(checked.map(|()| Asked::default()))?;
         }
         // A fixed reference is not saved.
         let lenders = match self.run.sync_reference {
-            Some(_) => split.lenders.clone(),
-            None => split.lenders.of_policy(),
+            Some(_) => self.lenders.clone(),
+            None => self.lenders.of_policy(),
         };
         lenders.whole(|| {
-            split.agree(if split.ranks.is_first() {
-                let written = self.write(whole);
-                written.and(self.optimizer.end_of_service())
-            } else {
-                self.optimizer.serve()
-            })
+            let written = match self.algorithm.split.ranks.is_first() {
+                true => self.write(whole).and(self.optimizer.end_of_service()),
+                false => self.optimizer.serve(),
+            };
+            self.meet(written.map(|()| Asked::default()))
         })?;
         if whole {
             self.place.saved_at = Some(self.place.step);
@@ -111,13 +116,14 @@ impl Loop {
                 // The run resumed after its last step, so this process has no evaluation yet.
                 summary.after = self.evaluate(step, self.source.order().epochs_done())?;
             }
-            self.algorithm.split.lenders.of_policy().gather()?;
-            self.algorithm.split.only_first(|| {
-                checkpoint::save_final(&self.model, self.lock.root())?;
-                self.write_model_card(&summary)
-            })?;
+            self.lenders.of_policy().gather()?;
+            let written = match self.algorithm.split.ranks.is_first() {
+                true => self.write_final(&summary),
+                false => Ok(()),
+            };
+            self.meet(written.map(|()| Asked::default()))?;
         }
-        self.algorithm.split.lenders.of_policy().gather()?;
+        self.lenders.of_policy().gather()?;
         summary.steps = step;
         summary.steps_here = self.records.steps_timed;
         self.records.finish_trackers();
@@ -132,7 +138,9 @@ impl Loop {
         Ok(Trained { model: self.model, summary })
     }
 
-    fn write_model_card(&self, summary: &RunSummary) -> Result<()> {
+    /// Writes the trained model and its card.
+    fn write_final(&self, summary: &RunSummary) -> Result<()> {
+        checkpoint::save_final(&self.model, self.lock.root())?;
         let facts = model_card::Facts {
             run: &self.run,
             curves: self.curves,

@@ -161,7 +161,7 @@ fn a_checkpoint_that_another_thread_asks_for_is_written_once() {
     let place = Place::new();
     let mut setup = setup(&place, "run", vec![scored("same", UNIT, |_| 0.0)], 3);
     setup.run.save.when = SaveWhen::Never;
-    let asked = std::sync::Arc::clone(&setup.asked.save);
+    let asked = std::sync::Arc::clone(&setup.signals.save);
     asked.store(true, std::sync::atomic::Ordering::Relaxed);
     run(setup).unwrap();
     assert_eq!(checkpoints(&place.out("run")), ["checkpoint-1"]);

@@ -803,14 +803,21 @@ fn a_failure_of_one_rank_ends_all_with_its_message() {
     );
 }
 
-/// The weights of rank 1 are damaged, so only its loss is not finite.
+/// The weights of rank 1 are damaged, so only its loss is not finite. It takes part in the exchanges of its second leaf.
 #[test]
 fn a_loss_that_is_not_finite_on_one_rank_ends_all_with_its_message() {
+    for shard in [Shard::None, Shard::Optimizer, Shard::Gradients, Shard::Weights] {
+        not_finite_on_one_rank(shard);
+    }
+}
+
+fn not_finite_on_one_rank(shard: Shard) {
     let place = Place::new();
     let new = |rank: usize, out: &Path| {
         let mut setup = setup::setup(NAME, &golden("replay/rows_ids.jsonl"), &golden(""), out);
         (setup.run.rows.replay, setup.run.prompts_per_step) = (true, 4);
         setup.algorithm.prompts_per_micro_batch = 1;
+        cut_into(&mut setup, shard);
         if rank == 1 {
             let norm = setup.model.params().iter().find(|p| p.name() == "model.norm.weight").unwrap();
             norm.store(&vec![f32::NAN; norm.len()]).unwrap();
@@ -820,8 +827,9 @@ fn a_loss_that_is_not_finite_on_one_rank_ends_all_with_its_message() {
     let out = place.out("not-finite");
     let told_by: Vec<String> =
         over(2, &out, new, |_| false).into_iter().map(|own| told(&own.unwrap_err())).collect();
-    assert!(told_by.iter().all(|own| own.contains("is NaN, expected a finite number")), "{told_by:?}");
-    assert!(told_by[0].starts_with("rank 1: "), "{told_by:?}");
+    let expected = "is NaN, expected a finite number";
+    assert!(told_by.iter().all(|own| own.contains(expected)), "{shard:?}: {told_by:?}");
+    assert!(told_by[0].starts_with("rank 1: "), "{shard:?}: {told_by:?}");
     assert!(!out.join("model.safetensors").exists());
 }
 

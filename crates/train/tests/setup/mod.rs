@@ -12,7 +12,7 @@ use omnigrpo_observe::{Console, RunLock, Trackers};
 use omnigrpo_rewards::{RewardOptions, build};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    AdamWConfig, Algorithm, Asked, RecordPlan, RowPlan, RunPlan, RunSummary, SavePlan, SaveWhen, Selection,
+    AdamWConfig, Algorithm, RecordPlan, RowPlan, RunPlan, RunSummary, SavePlan, SaveWhen, Selection, Signals,
     SkipPolicy, TrainError, TrainSetup, train,
 };
 use safetensors::SafeTensors;
@@ -80,7 +80,7 @@ pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSe
         lock: RunLock::acquire(output_dir, "this test").unwrap(),
         observer: Box::new(()),
         trackers: Box::new(|| Trackers::none(&Console::plain(std::io::sink()))),
-        asked: Asked::default(),
+        signals: Signals::default(),
         curves: None,
     }
 }

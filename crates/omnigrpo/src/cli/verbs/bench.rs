@@ -129,7 +129,7 @@ impl Measured {
             let mut rollouts =
                 collector.collect(rows.to_vec(), index as u64, &mut |_| Ok(Vec::new()), &mut timer)?;
             let at = UpdateAt { step: 0, learning_rate_factor: 1.0 };
-            update(model, reference.as_ref(), &mut optimizer, at, &algorithm, &mut rollouts, &mut timer)?;
+            update((model, reference.as_ref()), &mut optimizer, at, &algorithm, &mut rollouts, &mut timer)?;
             if index > 0 {
                 steps.push((started.elapsed().as_secs_f64(), profile::take()));
                 context.console.line(&format!("step {index}: {:.3} s", steps[index - 1].0));

@@ -22,7 +22,7 @@ use super::notify::Notifier;
 use super::plan::{self, Planned};
 use super::push::Pusher;
 use super::{Context, print, profile, setup, watch};
-use crate::cli::ranks::{connect_gpus, leaves, saved, together};
+use crate::cli::ranks::{connect_gpus, in_order, leaves, saved, together};
 use crate::settings::flags::find;
 use crate::settings::values::{Given, Origin, Raw};
 use crate::settings::{
@@ -78,11 +78,12 @@ pub fn once(
             .into());
     }
     let (ranks, first) = (&context.ranks, context.ranks.is_first());
-    let pusher = together(ranks, if first { Pusher::before(settings, context) } else { Ok(None) })?;
-    let notifier =
-        || -> Result<_> { Ok(Some(Notifier::new(settings, output_dir, &host(), &context.console)?)) };
-    let notifier = together(ranks, if first { notifier() } else { Ok(None) })?;
-    let lock = together(ranks, if first { take(output_dir).map(Some) } else { Ok(None) })?;
+    let opened = || -> Result<_> {
+        let pusher = Pusher::before(settings, context)?;
+        let notifier = Notifier::new(settings, output_dir, &host(), &context.console)?;
+        Ok((pusher, Some(notifier), Some(take(output_dir)?)))
+    };
+    let (pusher, notifier, lock) = together(ranks, if first { opened() } else { Ok((None, None, None)) })?;
     let lock = lock.unwrap_or_else(|| RunLock::of_first_rank(output_dir));
     let mut observers: Vec<Box<dyn Observer>> = vec![context.observer()];
     observers.extend(notifier.clone().map(|notifier| Box::new(notifier) as Box<dyn Observer>));
@@ -256,8 +257,11 @@ pub fn run(
         );
     }
     let page = if rank == 0 { watch::beside(&resolved.settings, lock.root(), context) } else { Ok(None) };
-    let page = together(&context.ranks, page)?;
-    let outcome = run_logged(resolved, context, objective, lock, observer);
+    let (page, ready) = match page {
+        Ok(page) => (page, Ok(())),
+        Err(error) => (None, Err(error)),
+    };
+    let outcome = run_logged(resolved, context, objective, lock, observer, ready);
     if let Some(page) = &page {
         let steps = outcome.as_ref().map_or(0, |trained| trained.summary.steps);
         page.end(&end_of(&outcome).line(steps));
@@ -267,12 +271,14 @@ pub fn run(
     outcome
 }
 
+/// Runs with the log of the run. `ready` is the result of this rank's preparation.
 fn run_logged(
     resolved: &Resolved,
     context: &Context,
     objective: Objective,
     lock: RunLock,
     observer: Box<dyn Observer>,
+    ready: Result<()>,
 ) -> Result<Trained> {
     let settings = &resolved.settings;
     let ranks = &context.ranks;
@@ -282,16 +288,15 @@ fn run_logged(
         Ok((resolved, prepared))
     };
     // The first rank fills the caches of downloads and checks, which the others then read.
-    let own = together(ranks, if ranks.is_first() { prepared().map(Some) } else { Ok(None) })?;
-    let (resolved, prepared) = together(ranks, own.map_or_else(prepared, Ok))?;
+    let (resolved, prepared) = in_order(ranks, ready, prepared)?;
     connect_gpus(context, settings, context.device()?)?;
     if !context.is_called() {
         install_signals(context)?;
     }
     profile::enable(settings.log.profile);
     let trackers = watch::trackers(&resolved, lock.root(), context);
-    let (asked, curves) = (context.functions.asked.clone(), Some(omnigrpo_watch::curves as Curves));
-    let output = Output { lock, observer, trackers, asked, curves };
+    let (signals, curves) = (context.functions.signals.clone(), Some(omnigrpo_watch::curves as Curves));
+    let output = Output { lock, observer, trackers, signals, curves };
     let trained = prepared.train(output, &context.console, &context.stop)?;
     if settings.log.profile && ranks.is_first() {
         context.print(&profile::table(&profile::take(), trained.summary.steps_here))?;

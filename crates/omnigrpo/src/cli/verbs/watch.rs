@@ -142,7 +142,7 @@ pub fn beside(settings: &Settings, directory: &Path, context: &Context) -> Resul
     }
     let directory = std::fs::canonicalize(directory)?;
     let (console, stop) = (context.console.clone(), Arc::clone(&context.stop));
-    let save = Arc::clone(&context.functions.asked.save);
+    let save = Arc::clone(&context.functions.signals.save);
     let act = move |action| {
         let Some(step) = console.activity().step() else {
             return "the run has not begun its first step: ask again then, or press Ctrl-C in its terminal"

@@ -10,7 +10,7 @@ use omnigrpo_guard::{inside, told};
 use omnigrpo_models::{FrozenWeights, PromptBuilder};
 use omnigrpo_rewards::{Compat, Corpus, Reward, RewardSet, opened_tag, spec_files};
 use omnigrpo_scorers::{RewardModel, ScorerOptions};
-use omnigrpo_train::{Asked, Peer};
+use omnigrpo_train::{Peer, Signals};
 
 use super::hub::named_dir;
 use crate::settings::problem::Problem;
@@ -26,7 +26,7 @@ pub struct Functions {
     /// Digest of the code of each function, by the function's name. A run resumes only with the same digests.
     pub digests: BTreeMap<String, String>,
     /// What other threads ask of a run.
-    pub asked: Asked,
+    pub signals: Signals,
     /// True to start a complete run from the beginning, instead of leaving it as it is.
     pub repeat_complete: bool,
 }
