@@ -355,3 +355,26 @@ fn what_gguf_cannot_express_is_refused() {
         "{error}"
     );
 }
+
+/// A file with a changed byte is an error, or a checkpoint that loads.
+#[test]
+fn changed_bytes_never_panic_and_never_write_what_does_not_load() {
+    let folder = tempfile::tempdir().unwrap();
+    let original = std::fs::read(export("qwen3", GgufPrecision::Q8_0, folder.path())).unwrap();
+    let (path, dir) = (folder.path().join("changed.gguf"), folder.path().join("checkpoint"));
+    let (mut state, mut converted) = (1u64, 0);
+    for _ in 0..300 {
+        let mut bytes = original.clone();
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        // Most of the first 12,000 bytes are metadata and the list of tensors.
+        let at = (state >> 33) as usize % 12_000;
+        bytes[at] ^= 1 << (state >> 60 & 7);
+        std::fs::write(&path, bytes).unwrap();
+        if convert_gguf(&path, &dir, WeightDtype::Auto).is_ok() {
+            load(&dir, WeightDtype::Auto).unwrap_or_else(|error| panic!("byte {at}: {error}"));
+            converted += 1;
+        }
+        let _ = std::fs::remove_dir_all(&dir);
+    }
+    assert!((1..300).contains(&converted), "{converted}");
+}

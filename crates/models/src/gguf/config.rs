@@ -2,7 +2,7 @@
 
 use std::f64::consts::TAU;
 
-use omnigrpo_gguf::{GgufFile, Value as Datum};
+use omnigrpo_gguf::{GgufFile, Metadata, Value as Datum};
 use serde_json::{Value, json};
 
 use super::{EMBEDDING, ROTATIONS};
@@ -54,7 +54,8 @@ impl<'a> Sizes<'a> {
                 continue;
             };
             let known = [READ, WITHOUT_EFFECT].iter().any(|keys| keys.contains(&key));
-            if !known && !(ZERO.contains(&key) && value.count() == Some(0)) {
+            let is_off = ZERO.contains(&key) && value.count() == Some(0);
+            if !known && !is_off {
                 let shown = shortened(value);
                 let what = format!(
                     "{}.{key} is {shown}, which is unsupported; expected a file without it",
@@ -244,11 +245,12 @@ fn divisors(rope: &Rope, dim: usize) -> Vec<f32> {
     plain.iter().zip(rope.frequencies(dim)).map(|(plain, scaled)| plain / scaled).collect()
 }
 
-/// Sizes and rotations of a decoder as metadata, without the prefix of the architecture, and the divisors of the frequencies that
-/// belong in a tensor. The error is a message.
+/// Returns sizes and rotations of a decoder as metadata of an architecture, and the divisors of the frequencies that belong in a tensor. The
+/// error is a message.
 pub fn metadata_of(
     decoder: &DecoderConfig,
-) -> Result<(Vec<(&'static str, Datum)>, Option<Vec<f32>>), String> {
+    architecture: &str,
+) -> Result<(Metadata, Option<Vec<f32>>), String> {
     let size = |n: usize| match u32::try_from(n) {
         Ok(n) => Ok(Datum::U32(n)),
         Err(_) => Err(format!("a size is {n}, expected at most {}", u32::MAX)),
@@ -289,7 +291,8 @@ pub fn metadata_of(
         }
         RopeScaling::Llama3 { .. } => rotations = Some(divisors(&decoder.rope, decoder.heads.dim)),
     }
-    Ok((metadata, rotations))
+    let named = metadata.into_iter().map(|(key, value)| (format!("{architecture}.{key}"), value));
+    Ok((named.collect(), rotations))
 }
 
 /// Formats a value for a message; a long one is truncated.

@@ -41,8 +41,8 @@ impl Model {
             )));
         };
         let decoder = self.decoder().config();
-        let (sizes, rotations) = config::metadata_of(decoder).map_err(fail)?;
         let architecture = class.model_type;
+        let (sizes, rotations) = config::metadata_of(decoder, architecture).map_err(fail)?;
         let name = self.dir().file_name().unwrap_or_default().to_string_lossy().into_owned();
         let file_type = match precision {
             GgufPrecision::F16 => 1,
@@ -55,7 +55,7 @@ impl Model {
             ("general.file_type".into(), Datum::U32(file_type)),
             ("general.quantization_version".into(), Datum::U32(2)),
         ];
-        metadata.extend(sizes.into_iter().map(|(key, value)| (format!("{architecture}.{key}"), value)));
+        metadata.extend(sizes);
         metadata.extend(tokenizer::metadata_of(self)?);
 
         let mut tensors = Vec::new();
