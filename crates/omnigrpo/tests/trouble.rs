@@ -551,8 +551,13 @@ fn a_run_that_collapses_says_what_to_change_and_stops_where_it_was_asked_to() {
             "--allow_changed_settings",
         ],
     );
-    let warnings = place.lines("run/warnings.jsonl");
-    let last = warnings.last().unwrap();
+    let problems = || {
+        let mut events = place.lines("run/events.jsonl");
+        events.retain(|row| row["kind"] == "problem");
+        events
+    };
+    let told = problems();
+    let last = told.last().unwrap();
     assert_eq!((last["rule"].as_str(), last["begins"].as_bool()), (Some("ran_away"), Some(true)));
     assert!(last["text"].as_str().unwrap().contains("Lower --learning_rate"), "{last}");
     assert!(place.text("run/log.txt").contains("the policy ran away"));
@@ -560,8 +565,8 @@ fn a_run_that_collapses_says_what_to_change_and_stops_where_it_was_asked_to() {
     assert!(place.exists(&format!("run/checkpoint-{step}/trainer_state.json")));
     // Without the flag the same command resumes there, and says nothing twice.
     place.run(&away).ok();
-    assert_eq!(place.lines("run/warnings.jsonl").iter().filter(|row| row["rule"] == "ran_away").count(), 1);
+    assert_eq!(problems().iter().filter(|row| row["rule"] == "ran_away").count(), 1);
     place.run("report run").ok();
     let report = place.text("run/report.html");
-    assert!(report.contains("\"warnings?run=0\"") && report.contains("the policy ran away"));
+    assert!(report.contains("\"marks?run=0\"") && report.contains("the policy ran away"));
 }
