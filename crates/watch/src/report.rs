@@ -293,8 +293,7 @@ mod tests {
         std::fs::write(root.join("metrics.jsonl"), [1.0, 2.0, 3.0, 2.0].map(row).concat()).unwrap();
         std::fs::write(root.join("config.yaml"), "run_name: <i>mine</i>   # flag\nseed: 7   # default\n")
             .unwrap();
-        let warning =
-            "{\"step\":2,\"rule\":\"cut_off\",\"begins\":true,\"since\":1,\"text\":\"<b>cut</b>\"}\n";
+        let warning = "{\"step\":2,\"time\":\"\",\"kind\":\"problem\",\"rule\":\"cut_off\",\"begins\":true,\"since\":1,\"text\":\"<b>cut</b>\"}\n";
         std::fs::write(root.join("events.jsonl"), warning).unwrap();
         std::fs::create_dir(root.join("rollouts")).unwrap();
         image::RgbImage::from_pixel(640, 4, image::Rgb([255, 0, 0])).save(root.join("wide.png")).unwrap();
@@ -323,7 +322,7 @@ mod tests {
             "a step that was done again counts once"
         );
         assert_eq!(answers["runs?"][0]["name"], "<i>mine</i>");
-        assert_eq!(answers["marks?run=0"][0]["problem"]["text"], "all completions are cut off");
+        assert_eq!(answers["marks?run=0"][0]["problem"]["text"], "<b>cut</b>");
         let group = &answers["group?group=0&run=0&step=2"];
         assert_eq!(group["samples"][0]["completion"]["text"], "</script><img src=x onerror=alert(1)>");
         assert_eq!(answers["joint?run=0&x=length&y=rewards/accuracy"]["pairs"], 1);
