@@ -21,7 +21,7 @@ const STRIDE: u64 = 0x9E37_79B9_7F4A_7C15;
 /// Bits of the exponents in a word of four bf16 numbers, and the number that carries out of them where all of them are set.
 const BF16: [u64; 2] = [0x7f80_7f80_7f80_7f80, 0x0080_0080_0080_0080];
 
-/// The same for two f32 numbers.
+/// Both words for two f32 numbers.
 const F32: [u64; 2] = [0x7f80_0000_7f80_0000, 0x0080_0000_0080_0000];
 
 /// Numbers whose file and memory have the same bytes.

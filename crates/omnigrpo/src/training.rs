@@ -78,7 +78,7 @@ impl Inputs {
     }
 }
 
-/// What a program hands in to observe and to stop a run.
+/// Console, flags and functions by which a program observes and stops a run.
 ///
 /// ```
 /// use std::ops::ControlFlow;
@@ -96,7 +96,7 @@ pub struct Front {
     pub console: Console,
     /// Flag that, once set, ends the run after the current step, with a checkpoint.
     pub stop: Arc<AtomicBool>,
-    /// What other threads ask of the run.
+    /// Requests of other threads to the run.
     pub signals: Signals,
     hooks: Hooks,
 }

@@ -197,7 +197,7 @@ fn a_run_of_version_0_2_0_resumes() {
         .fails(1, &["lora_alpha: 4.0 → 8.0", "--resume_from_checkpoint never"]);
 }
 
-/// What the console was told.
+/// Lines of the console.
 #[derive(Clone, Default)]
 struct Told(Arc<Mutex<Vec<u8>>>);
 

@@ -1736,7 +1736,7 @@ fn rollouts_of_a_run_are_scored_again() {
         "--train_file rows.jsonl",
         "| lr_scheduler_type | `linear` |",
         "| epsilon | `0.2` |",
-        "| data_seed | `42` |",
+        "| seed | `42` |",
     ] {
         assert!(card.contains(part), "{part} is not in\n{card}");
     }

@@ -1,4 +1,4 @@
-//! What binds a checkpoint to the run that resumes it.
+//! Settings that bind a checkpoint to the run that resumes it.
 //!
 //! The table of settings decides: a row is binding, or [free](crate::Flag::free) for a verb, and then its value may change between the
 //! parts of a run. The program and Python read the values from what the user gave. A program in Rust has plans, from which
@@ -38,7 +38,7 @@ pub fn binding(values: &Values, settings: &Settings, verb: Verb, leaves: usize) 
         out.insert(MICRO_BATCHES.into(), settings.algorithm.prompts_per_micro_batch.into());
     }
     if let Surrogate::Custom(_) = loss.surrogate {
-        // Its code cannot be compared.
+        // The code of a function cannot be compared.
         out.insert("loss_type".into(), "a function of the program".into());
     }
     if leaves > 1 {

@@ -316,7 +316,7 @@ impl Default for RunPlan {
     }
 }
 
-/// What another thread asks of a run, by flags that the run clears.
+/// Requests of other threads to a run. The run clears the flags.
 #[derive(Clone, Debug, Default)]
 pub struct Signals {
     /// A checkpoint after the step under way.
@@ -431,7 +431,7 @@ pub struct TrainSetup {
     pub observer: Box<dyn Observer>,
     /// Function that starts the trackers. It is called after files of an earlier run have been moved away.
     pub trackers: Box<dyn FnOnce() -> Trackers + Send>,
-    /// What other threads ask for.
+    /// Requests of other threads.
     pub signals: Signals,
     /// Function that draws the picture of the model card; `None` for a card without one.
     pub curves: Option<Curves>,

@@ -191,7 +191,7 @@ pub struct Output {
     pub observer: Box<dyn Observer>,
     /// Function that starts the trackers. It is called after files of an earlier run have been moved away.
     pub trackers: Box<dyn FnOnce() -> Trackers + Send>,
-    /// What other threads ask for.
+    /// Requests of other threads.
     pub signals: Signals,
     /// Function that draws the picture of the model card; `None` for a card without one.
     pub curves: Option<Curves>,

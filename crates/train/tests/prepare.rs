@@ -178,7 +178,11 @@ fn a_run_resumes_with_the_same_inputs_and_refuses_others() {
     std::fs::write(&copy, text).unwrap();
     let error = longer(&copy, ResumeFrom::Must).prepare(&quiet()).err().unwrap().to_string();
     assert!(error.contains("written with other settings (dataset: content has changed)"), "{error}");
-    assert_eq!(longer(&copy, ResumeFrom::Newest).prepare(&quiet()).unwrap().resumes_from(), None);
+    let error = longer(&copy, ResumeFrom::Newest).prepare(&quiet()).err().unwrap().to_string();
+    assert!(error.contains("written with other settings (dataset: content has changed)"), "{error}");
+    let mut again_from_the_start = longer(&copy, ResumeFrom::Newest);
+    again_from_the_start.plan.resume.repeat_complete = true;
+    assert_eq!(again_from_the_start.prepare(&quiet()).unwrap().resumes_from(), None);
     let trained = train(again, &place.out, ()).unwrap();
     assert_eq!((trained.summary.steps, trained.summary.steps_here), (3, 1));
 }
@@ -356,7 +360,7 @@ fn ranks_with_other_inputs_do_not_start() {
     assert_differ(&place, "training rows: 6 on rank 0, 5 on rank 1", on_second(|run| run.rows.truncate(5)));
     assert_differ(
         &place,
-        "max_steps: \"Some(2)\" on rank 0, \"Some(3)\" on rank 1",
+        "max_steps: 2 on rank 0, 3 on rank 1",
         on_second(|run| run.plan.max_steps = Some(3)),
     );
     assert_differ(&place, "gradient_leaves: ", on_second(|run| run.algorithm.split.leaves = 4));

@@ -174,7 +174,8 @@ fn a_run_leaves_metrics_rollouts_and_a_model() {
 
     let mut expected: BTreeSet<String> = names(&checkpoint(NAME));
     expected.extend(
-        ["metrics.jsonl", "skipped.jsonl", "rollouts", "config.yaml", "README.md", ".lock"].map(String::from),
+        ["metrics.jsonl", "events.jsonl", "skipped.jsonl", "rollouts", "config.yaml", "README.md", ".lock"]
+            .map(String::from),
     );
     assert_eq!(names(&out), expected);
     assert_eq!(std::fs::read_to_string(out.join("config.yaml")).unwrap(), "settings: of this test\n");
@@ -701,7 +702,10 @@ fn checkpoints_of_other_settings_end_the_run_or_are_set_aside() {
 
     // So is resuming from the newest one. Nothing is moved.
     let message = told(&run(new(0.1)).unwrap_err());
-    assert!(message.contains("beta: 0.04 → 0.1") && message.contains("never"), "{message}");
+    assert!(
+        message.contains("beta: 0.04 → 0.1") && message.contains("start from the beginning"),
+        "{message}"
+    );
     assert!(!out.join("superseded-1").exists());
     // A program that trains again starts from the beginning.
     let mut again = new(0.1);

@@ -216,7 +216,7 @@ fn linear_cases(all: &mut Vec<Case>) {
             black_box(rayon::join(|| sum(a), || sum(b)));
         }
     }));
-    // What loading does with mapped weights: the search for numbers that are not finite, alone and with the sum of all bytes.
+    // Loading does this with mapped weights: the search for numbers that are not finite, alone and with the sum of all bytes.
     let mut load = |name: &str, pass: fn(&[bf16]) -> (u64, bool)| {
         all.push(case(format!("weights {name}"), Amount::Bytes((len * 4) as f64), move || {
             let x = vec![bf16::ONE; len * 2];

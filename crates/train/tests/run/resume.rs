@@ -597,10 +597,13 @@ fn changed_settings_go_on_where_that_is_allowed() {
     assert!(text.contains("at step 6 of 7") && !text.contains("changed"), "{text}");
 
     // A setting that is given no more differs too; what is a digest is not printed.
-    let mut other = new(1e-4, 6);
-    other.run.resume.fingerprint.remove("learning_rate");
-    other.run.resume.fingerprint.insert("dataset".into(), json!("0123456789abcdef0123456789abcdef"));
-    let refused = told(&shown(other).0.unwrap_err());
+    let other = || {
+        let mut setup = new(1e-4, 6);
+        setup.run.resume.fingerprint.remove("learning_rate");
+        setup.run.resume.fingerprint.insert("dataset".into(), json!("0123456789abcdef0123456789abcdef"));
+        setup
+    };
+    let refused = told(&shown(other()).0.unwrap_err());
     let parts = ["learning_rate: 0.0001 → unset", "start from the beginning"];
     assert!(parts.iter().all(|part| refused.contains(part)), "{refused}");
 
@@ -635,6 +638,11 @@ fn changed_settings_go_on_where_that_is_allowed() {
             Err(error) => assert!(!why.is_empty() && told(&error).contains(why), "{}", told(&error)),
         }
     }
+    let mut again = other();
+    again.run.resume.repeat_complete = true;
+    let (result, text) = shown(again);
+    result.unwrap();
+    assert!(text.contains("starting from the beginning"), "{text}");
     let mut data = new(1e-4, 8);
     data.run.resume.fingerprint.remove("learning_rate");
     data.run.resume.fingerprint.insert("dataset".into(), json!("ffffffffffffffff0123456789abcdef"));

@@ -55,7 +55,7 @@ pub struct Context {
     pub ranks: Ranks,
     /// Number of these processes on this machine.
     pub local_ranks: usize,
-    /// What the program hands in, in whose process the command runs.
+    /// Functions and signals of the program in whose process the command runs.
     pub functions: Functions,
     /// Observer of that program; `None` in a process of its own.
     caller: Option<RefCell<Box<dyn Observer>>>,

@@ -218,7 +218,7 @@ fn duration(secs: f64) -> String {
 pub struct Planned {
     /// The numbers, as `--json` writes them.
     pub numbers: Json,
-    /// The same as tables.
+    /// Tables with these numbers.
     pub tables: String,
     /// The reason why the run does not fit into memory.
     pub problem: Option<Problem>,

@@ -16,7 +16,7 @@ use super::hub::named_dir;
 use crate::settings::problem::Problem;
 use crate::settings::{Settings, of_caller};
 
-/// What a program hands in that runs a command in its process.
+/// Functions and signals that a program hands in, which runs a command in its process.
 #[derive(Clone, Default)]
 pub struct Functions {
     /// Function that returns the reward `caller:NAME` for a name.
@@ -25,7 +25,7 @@ pub struct Functions {
     pub environment: Option<Arc<dyn Peer>>,
     /// Digest of the code of each function, by the function's name. A run resumes only with the same digests.
     pub digests: BTreeMap<String, String>,
-    /// What other threads ask of a run.
+    /// Requests of other threads to a run.
     pub signals: Signals,
     /// True to start a complete run from the beginning, instead of leaving it as it is.
     pub repeat_complete: bool,
