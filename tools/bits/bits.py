@@ -111,7 +111,7 @@ def run(binary, work, name, verb, model, flags):
         return {"failed": [line for line in done.stderr.splitlines() if line.startswith("error")][:1]}
     made = {}
     for kind, suffix in (("weights", ".safetensors"), ("texts", ".jsonl")):
-        files = [p for p in sorted(out.rglob("*" + suffix)) if not {".cache", "skipped.jsonl"} & set(p.parts)]
+        files = [p for p in sorted(out.rglob("*" + suffix)) if not {".cache", "skipped.jsonl", "events.jsonl"} & set(p.parts)]
         if files:
             names = "".join(f"{p.relative_to(out)} {digest(p)}\n" for p in files)
             made[kind] = hashlib.sha256(names.encode()).hexdigest()[:16]
