@@ -18,8 +18,8 @@ ROUNDING = {"max_stream_tokens", "gradient_checkpointing"}
 SIMPLE = [(name, value) for name, value, given in TABLE if not given and name not in ELSEWHERE and ".jsonl" not in value]
 
 
-def digits(completions, **_):
-    return [float(sum(letter.isdigit() for letter in text)) for text in completions]
+def letters(completions, **_):
+    return [float(len(completion[0]["content"]) % 7) for completion in completions]
 
 
 def train(demo, folder, steps, **others):
@@ -34,7 +34,7 @@ def train(demo, folder, steps, **others):
         "dtype": "float32",
     }
     args = omnigrpo.GRPOConfig(folder, **{**settings, "max_steps": steps, **others})
-    trainer = omnigrpo.GRPOTrainer(demo / "model", digits, args, demo / "data/train.jsonl")
+    trainer = omnigrpo.GRPOTrainer(demo / "model", letters, args, demo / "data/train.jsonl")
     trainer.train()
     assert trainer.state.global_step == steps
     return (folder / "model.safetensors").read_bytes()
