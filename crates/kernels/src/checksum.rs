@@ -3,7 +3,7 @@
 //!
 //! The pass over mapped weights waits for memory, so what it also computes must need no second pass and few instructions. The sum is a
 //! multilinear one, as in NH (Black et al., *UMAC*, 1999) and XXH3: a word of 64 bits is mixed with a key that depends on its place, and
-//! the product of its halves is added to one of [`LANES`] lanes. Adding the word itself makes a change of one half certain to show: if
+//! the product of its halves is added to one of 16 lanes. Adding the word itself makes a change of one half certain to show: if
 //! `v = hi · 2^32 + lo` becomes another word with the same `lo` or the same `hi`, then `lo · hi + v` becomes another number modulo 2^64.
 //! Two random contents have equal sums with a chance of about 2^-64. The sum does not resist an attacker who chooses the contents.
 

@@ -1,6 +1,6 @@
 //! Settings that bind a checkpoint to the run that resumes it.
 //!
-//! The table of settings decides: a row is binding, or [free](crate::Flag::free) for a verb, and then its value may change between the
+//! The table of settings decides: a row is binding, or free for a verb, and then its value may change between the
 //! parts of a run. The program and Python read the values from what the user gave. A program in Rust has plans, from which
 //! [`Values::of`] reads the same settings ([`Settings::of_plans`]). So a run has one identity, however it was started.
 

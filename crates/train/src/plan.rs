@@ -242,7 +242,7 @@ pub struct RunPlan {
     /// Settings of a reference that follows the policy; `None` for a fixed reference.
     pub sync_reference: Option<SyncReference>,
     /// True to end the run with a checkpoint if the policy diverges or its entropy collapses
-    /// ([`Rule::collapse`](omnigrpo_observe::Rule)).
+    /// ([`Rule::collapse`](crate::Rule)).
     pub stop_on_collapse: bool,
     /// Learning rate over the run.
     pub schedule: SchedulePlan,

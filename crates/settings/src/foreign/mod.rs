@@ -1,6 +1,6 @@
 //! Settings of other trainers, and their meaning in this program.
 //!
-//! A launch script of transformers, TRL, VLM-R1, qwen-vl-finetune or a program of [`peers`] has many settings of *that* program.
+//! A launch script of transformers, TRL, VLM-R1, qwen-vl-finetune or a program of `peers` has many settings of *that* program.
 //! A setting with a counterpart is translated to it. A setting without effect here is dropped and listed in a note. An
 //! unsupported setting is an error with advice.
 
