@@ -258,9 +258,10 @@ pub fn train(inputs: Inputs, plan: TrainPlan, front: Front) -> Result<Trained> {
         prompts.settings(),
         (names, rewards.weights()),
     );
-    run.resume.fingerprint.extend(binding(&Values::of(&settings), &settings, verb, 1));
+    let values = Values::of(&settings);
+    run.resume.fingerprint.extend(binding(&values, &settings, verb, 1));
     (run.resume.before, run.resume.free) = (earlier(verb), free(verb));
-    run.card.settings = shaping(&Values::of(&settings), &settings, verb);
+    run.card.settings = shaping(&values, &settings, verb);
     let eval = held_out.map(|rows| EvalPlan {
         options: plan.eval,
         interaction: interaction.clone(),

@@ -5,13 +5,13 @@
 //! [`Values::of`] reads the same settings ([`Settings::of_plans`]). So a run has one identity, however it was started.
 
 use omnigrpo_grpo::{Aggregation, RECIPES, Recipe, Surrogate};
-use omnigrpo_models::PromptSettings;
+use omnigrpo_models::{MediaSettings, PromptSettings};
 use omnigrpo_rewards::RewardOptions;
 use omnigrpo_train::{AdamWConfig, Algorithm, MICRO_BATCHES, Objective, PROMPTS, RunPlan, Selection};
-use serde_json::{Map, Value as Json};
+use serde_json::{Map, Value as Json, json};
 
 use crate::flags::{self, Flag, Kind, Section, Verb};
-use crate::run::{Rewards, Settings};
+use crate::run::{Rewards, Settings, Turns};
 use crate::values::Values;
 
 /// Name of the number of gradient leaves in a checkpoint. One leaf has no entry.
@@ -44,7 +44,26 @@ pub fn binding(values: &Values, settings: &Settings, verb: Verb, leaves: usize) 
     if leaves > 1 {
         out.insert(LEAVES.into(), leaves.into());
     }
+    out.extend(unnamed(settings));
     out
+}
+
+/// Returns the fields of plans that have no setting of their own and that a program in Rust has changed.
+fn unnamed(settings: &Settings) -> impl Iterator<Item = (String, Json)> {
+    let Settings { prompts: PromptSettings { render, media, .. }, algorithm, run, .. } = settings;
+    let usual = MediaSettings::default();
+    let changed = [
+        (!render.tools.is_empty(), "tools", json!(render.tools)),
+        (render.now.is_some(), "time of the chat template", json!(render.now)),
+        (media.seed != run.rows.seed, "seed of media", json!(media.seed)),
+        (media.dynamic_sample != usual.dynamic_sample, "dynamic_sample", json!(media.dynamic_sample)),
+        (media.shuffle_frames != usual.shuffle_frames, "shuffle_frames", json!(media.shuffle_frames)),
+        (!algorithm.recall, "recall", json!(algorithm.recall)),
+    ];
+    changed
+        .into_iter()
+        .filter(|(is_changed, ..)| *is_changed)
+        .map(|(_, name, value)| (name.to_owned(), value))
 }
 
 /// Returns the names and values of the settings that shape the training of a run, for its model card. Settings without effect, and values that
@@ -99,6 +118,12 @@ impl Settings {
             std::mem::discriminant(&recipe.loss.surrogate)
                 == std::mem::discriminant(&algorithm.loss.surrogate)
         };
+        let turns = algorithm.sampling.turns.map(|limits| Turns {
+            environment: Some("an environment of the program".to_owned()),
+            max_turns: limits.max_turns,
+            max_tool_tokens: limits.max_answer_tokens,
+            max_tool_images: limits.max_answer_media,
+        });
         let options = RewardOptions { weights: weights.to_vec(), ..RewardOptions::default() };
         Self {
             algorithm: algorithm.clone(),
@@ -107,6 +132,7 @@ impl Settings {
             run: run.clone(),
             prompts: prompts.clone(),
             rewards: Rewards { funcs: rewards, options, ..Self::default().rewards },
+            turns: turns.unwrap_or_else(|| Self::default().turns),
             // All other parts of a recipe are settings of their own.
             recipe: RECIPES.iter().find(kind).unwrap_or(&RECIPES[0]),
             ..Self::default()
@@ -131,5 +157,97 @@ fn real_paths(value: Json) -> Json {
         }
         Json::Array(paths) => paths.into_iter().map(real_paths).collect(),
         other => other,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::flags::find;
+    use crate::values::Value;
+
+    /// The binding of a program's plans, and the plans as text.
+    fn of(settings: &Settings) -> (Map<String, Json>, String) {
+        let Settings { algorithm, optimizer, selection, run, prompts, .. } = settings;
+        let plans = format!("{algorithm:?} {optimizer:?} {selection:?} {run:?} {prompts:?}");
+        let own =
+            Settings::of_plans(algorithm, optimizer, selection, run, prompts, (vec!["mine".to_owned()], &[]));
+        (binding(&Values::of(&own), &own, Verb::Train, 1), plans)
+    }
+
+    /// A value of a setting other than this one.
+    fn other(flag: &Flag, now: Option<&Value>) -> Option<Value> {
+        let texts: Vec<String> = match flag.kind {
+            Kind::Bool => vec!["true".into(), "false".into()],
+            Kind::Int { min, max } => vec![(min + 1).min(max).to_string(), (min + 3).min(max).to_string()],
+            Kind::Float { min, max } => {
+                [0.5, 0.25, 1.5, 2.5].map(|x: f64| x.clamp(min, max).to_string()).to_vec()
+            }
+            Kind::Fraction => vec!["0.5".into(), "0.25".into()],
+            Kind::Choice(names) | Kind::Switch(names) => {
+                names().into_iter().map(|(name, _)| name.to_owned()).collect()
+            }
+            _ => return None,
+        };
+        let values = texts.iter().filter_map(|text| crate::explain::default_value(&flag.kind, text));
+        values.into_iter().find(|value| Some(value) != now)
+    }
+
+    /// Whatever a binding setting changes in the plans of a program, under each recipe, its checkpoints notice.
+    #[test]
+    fn plans_that_differ_by_a_binding_setting_have_another_binding() {
+        let mut seen = std::collections::BTreeSet::new();
+        for recipe in RECIPES {
+            let mut base = Settings { recipe, ..Settings::default() };
+            base.algorithm.follow(recipe);
+            let (bound, plans) = of(&base);
+            for flag in flags::all().filter(|flag| flag.binds(Verb::Train) && !DIVIDED.contains(&flag.name)) {
+                let Some(value) = other(flag, (flag.place.get)(&base).as_ref()) else { continue };
+                let mut changed = base.clone();
+                if (flag.place.set)(&mut changed, &value).is_err() {
+                    continue;
+                }
+                let (now_bound, now) = of(&changed);
+                if now != plans {
+                    seen.insert(flag.name);
+                    assert!(now_bound != bound, "{} under {}", flag.name, recipe.name);
+                }
+            }
+        }
+        assert!(seen.len() >= 50, "{seen:?}");
+    }
+
+    /// The program has a setting for everything, so its checkpoints have no entries beside them.
+    #[test]
+    fn settings_by_name_need_no_other_entries() {
+        for given in
+            [json!({}), json!({ "seed": 7 }), json!({ "data_seed": 7, "seed": 8, "environment": "zoom" })]
+        {
+            let Json::Object(given) = given else { unreachable!() };
+            let resolved =
+                crate::resolve(Verb::Train, crate::Layer::of(Verb::Train, given), Default::default());
+            assert_eq!(unnamed(&resolved.unwrap().settings).collect::<Vec<_>>(), []);
+        }
+    }
+
+    /// So they do for fields that have no setting of their own.
+    #[test]
+    fn plans_that_differ_in_a_field_without_a_setting_have_another_binding() {
+        let bound = of(&Settings::default()).0;
+        let changes: [fn(&mut Settings); 6] = [
+            |s| s.prompts.render.tools.push(json!({ "type": "function" })),
+            |s| s.prompts.media.seed = 7,
+            |s| s.prompts.media.shuffle_frames = true,
+            |s| s.algorithm.recall = false,
+            |s| s.algorithm.sampling.turns = Some(Default::default()),
+            |s| s.algorithm.loss.surrogate = Surrogate::Custom(omnigrpo_grpo::CustomTerm(|token| token.logp)),
+        ];
+        for (number, change) in changes.into_iter().enumerate() {
+            let mut changed = Settings::default();
+            change(&mut changed);
+            assert!(of(&changed).0 != bound, "change {number}");
+        }
+        assert!(find("max_turns").is_some_and(|flag| flag.binds(Verb::Train)));
     }
 }
