@@ -318,3 +318,14 @@ def test_a_reward_of_whole_groups_trains(start):
         return [float(sorted(group, key=lambda c: len(c[0]["content"])).index(one)) for group in groups for one in group]
 
     assert start(ranked, settings={"max_steps": 1}).train().global_step == 1
+
+
+def test_settings_of_loading_are_refused_by_a_loaded_model(demo):
+    rows, short = ["What colour is the circle?"], {"max_completion_length": 2, "temperature": 0}
+    model = omnigrpo.Model(demo / "model", dtype="bfloat16")
+    assert model.generate(rows, **short) == model.generate(rows, **short, dtype="bfloat16")
+    for name, value in {"bf16_products": "widened", "load_in_8bit": True, "dtype": "float32"}.items():
+        with pytest.raises(ValueError, match=f"`.*{name}` acts when a model is loaded"):
+            model.generate(rows, **short, **{name: value})
+        with pytest.raises(ValueError, match=f"`.*{name}` acts when a model is loaded"):
+            model.score({"prompt": rows[0]}, ["red"], **{name: value})

@@ -47,7 +47,10 @@ use super::heap::Trim;
 use super::ranks::{self, Rank, Started};
 pub use super::verbs::setup::Functions;
 use super::verbs::{self, Context, setup};
-use crate::settings::{Environment, Layer, Problem, Resolved, Settings, Verb, name_flags, needs, resolve};
+use crate::settings::explain::yaml;
+use crate::settings::{
+    Environment, Flag, Layer, Problem, Resolved, Section, Settings, Values, Verb, name_flags, needs, resolve,
+};
 
 /// The program in whose process a command runs.
 pub struct Caller {
@@ -154,7 +157,7 @@ pub fn train(resolved: Resolved, caller: Caller) -> Result<(RunSummary, Loaded),
     let ranks = own_rank().as_ref().map_or_else(Ranks::default, |rank| rank.ranks.clone());
     let done = run_as(ranks, resolved, caller, |resolved, context| {
         let Trained { model, summary } = verbs::train::once(resolved, context, objective, |_| Ok(()))?;
-        Ok((summary, Loaded::of(model)))
+        Ok((summary, Loaded::of(model, resolved)))
     });
     if let Err(problem) = &done {
         let own = own_rank().take();
@@ -194,14 +197,35 @@ fn objective_of(verb: Verb) -> Objective {
 /// A model in memory, for questions and scores.
 pub struct Loaded {
     model: Model,
+    /// Settings of the command that loaded the model.
+    loaded_with: Values,
     /// The latest builder of prompts and its settings, since reading a tokenizer takes long.
     prompts: Mutex<Option<(PromptSettings, Arc<PromptBuilder>)>>,
     _trim: Trim,
 }
 
 impl Loaded {
-    fn of(model: Model) -> Self {
-        Self { model, prompts: Mutex::default(), _trim: Trim }
+    fn of(model: Model, resolved: &Resolved) -> Self {
+        Self { model, loaded_with: resolved.values.clone(), prompts: Mutex::default(), _trim: Trim }
+    }
+
+    /// Refuses settings of a call that act only while a model is loaded, unless the model was loaded with them.
+    fn check(&self, resolved: &Resolved) -> Result<(), Problem> {
+        let acts_at_loading =
+            |flag: &&Flag| flag.place.field.starts_with("model.") && flag.name != "model_name_or_path";
+        for flag in Section::Model.rows().iter().filter(acts_at_loading) {
+            let loaded = self.loaded_with.lookup(flag.name).map(|(value, _)| value);
+            match resolved.values.lookup(flag.name) {
+                Some((value, origin)) if origin.is_users() && loaded != Some(value) => {
+                    return Err(Problem::usage(format!("`{}` acts when a model is loaded", flag.name))
+                        .got(yaml(value))
+                        .expected(loaded.map_or_else(|| "no value, as then".to_owned(), yaml))
+                        .help("load the model again with this setting"));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
     }
 
     /// Reads the model of the settings.
@@ -212,7 +236,7 @@ impl Loaded {
         run(resolved, Caller::default(), |resolved, context| {
             let settings = &resolved.settings;
             let checkpoint = setup::checkpoint(settings)?;
-            Ok(Self::of(setup::model(settings, &checkpoint, context.device()?)?))
+            Ok(Self::of(setup::model(settings, &checkpoint, context.device()?)?, resolved))
         })
     }
 
@@ -226,6 +250,7 @@ impl Loaded {
         rows: Vec<Value>,
         folder: &Path,
     ) -> Result<Vec<Vec<Completion>>, Problem> {
+        self.check(&resolved)?;
         run(resolved, Caller::default(), |resolved, context| {
             let settings = &resolved.settings;
             let builder = self.prompts(settings, context)?;
@@ -261,6 +286,7 @@ impl Loaded {
         completions: &[String],
         folder: &Path,
     ) -> Result<Vec<Vec<f32>>, Problem> {
+        self.check(&resolved)?;
         run(resolved, Caller::default(), |resolved, context| {
             let mut settings = resolved.settings.clone();
             // Given completions have their own lengths.
