@@ -3,7 +3,7 @@
     python3 examples/smollm2/seeds.py target/release/omnigrpo runs/smollm2 --seeds 1 2 3 --trl PYTHON
 
 The folder is that of `fetch.py`, with the converted model in `model`. PYTHON is an interpreter with torch, transformers, trl and peft. The
-folder gets `results.json` and `curves.svg`. The script fails if the mean of the seeds is below the limit or a run takes too long; `--slow`
+folder gets `seed-N.json` for each seed, which a second call does not train again, `results.json` and `curves.svg`. The script fails if the mean of the seeds is below the limit or a run takes too long; `--slow`
 allows any time, for machines with other work.
 """
 
@@ -48,8 +48,10 @@ def accuracy_of(metrics):
 
 
 def train(program, folder, seed, steps):
-    """Trains from a seed, with evaluations before and after on the held-out questions."""
-    out = folder / f"seed-{seed}"
+    """Trains from a seed, with evaluations before and after on the held-out questions. A result of an earlier call is taken as it is."""
+    out, result = folder / f"seed-{seed}", folder / f"seed-{seed}.json"
+    if result.exists():
+        return json.loads(result.read_text())
     shutil.rmtree(out, ignore_errors=True)
     secs, gigabytes = run(
         program, "train", "--config", HERE / "train.yaml", "--model_name_or_path", folder / "model", "--train_file", folder / "train.jsonl",
@@ -58,7 +60,9 @@ def train(program, folder, seed, steps):
     metrics = rows(out / "metrics.jsonl")
     evaluations = [accuracy_of(row) for row in metrics if "eval_reward" in row]
     rewards = [row["reward"] for row in metrics if "step_time" in row]
-    return dict(seed=seed, before=evaluations[0], after=evaluations[-1], secs=secs, gigabytes=gigabytes, rewards=rewards)
+    done = dict(seed=seed, before=evaluations[0], after=evaluations[-1], secs=secs, gigabytes=gigabytes, rewards=rewards)
+    result.write_text(json.dumps(done) + "\n")
+    return done
 
 
 def evaluate(program, folder, name, adapter):
@@ -67,7 +71,7 @@ def evaluate(program, folder, name, adapter):
     args = ["--adapter_name_or_path", adapter] if adapter else []
     run(program, "eval", "--model_name_or_path", folder / "model", *args, "--eval_file", folder / f"{name}.jsonl", "--output", out,
         "--reward_funcs", HERE / "reward.py:exact", "--torch_dtype", "bfloat16", "--max_completion_length", 16, "--temperature", 0)
-    scores = [row["rewards"]["exact"] for row in rows(out) if "rewards" in row]
+    scores = [score for row in rows(out) if "rewards" in row for score in row["rewards"]["exact"]]
     return sum(scores) / len(scores)
 
 
