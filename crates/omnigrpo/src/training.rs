@@ -27,9 +27,10 @@ use omnigrpo_train::{
 /// plan.algorithm.num_generations = 16;
 /// plan.run.max_steps = Some(200);
 /// assert_eq!(plan.algorithm.loss.beta, 0.04);
-/// # Ok::<(), &str>(())
+/// assert_eq!(serde_json::to_value(&plan)?["algorithm"]["num_generations"], 16);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct TrainPlan {
     /// Run directory, created if it is missing. A run in it is resumed if it has the same plan.
     pub output_dir: PathBuf,
@@ -281,7 +282,7 @@ pub fn train(inputs: Inputs, plan: TrainPlan, front: Front) -> Result<Trained> {
         reward_bytes: 0,
         reward_files: plan.reward_files,
         reward_weights: TensorDigests::new(),
-        algorithm: plan.algorithm,
+        algorithm: plan.algorithm.into(),
         optimizer: plan.optimizer,
         selection: plan.selection,
         plan: run,

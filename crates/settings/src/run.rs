@@ -320,8 +320,6 @@ pub struct Processes {
     pub nproc_per_node: Option<usize>,
     /// Number of machines of a planned run.
     pub nnodes: Option<usize>,
-    /// Number of gradient leaves; `None` for that of the checkpoint to resume from, else the number of ranks.
-    pub leaves: Option<usize>,
     /// Address of the first rank for the other machines.
     pub address: Option<String>,
     /// Time without a sign of life after which a rank counts as lost, in seconds.

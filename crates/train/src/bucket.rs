@@ -32,7 +32,7 @@ impl Bucket {
             let mut len = 0;
             let fits = params[first..].iter().take_while(|param| {
                 len += param.len();
-                len <= split.bucket && !is_alone(param)
+                len <= split.settings.bucket && !is_alone(param)
             });
             let next = first + fits.count().max(1);
             buckets.push(Self::of(first..next, params, split.ranks.size()));
@@ -91,7 +91,7 @@ impl Bucket {
                     fill += count;
                 }
             }
-            let sum = blocks.sum_own(split.sum)?;
+            let sum = blocks.sum_own(split.settings.sum)?;
             let mut sum = sum.as_slice();
             for (weight, range) in self.segments(cut(&parts[rank], at, piece)) {
                 let (of_weight, rest) = sum.split_at(range.len());

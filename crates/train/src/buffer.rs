@@ -14,7 +14,7 @@ use crate::features::settle;
 use crate::rollouts::{Group, Rollouts, Scored};
 use crate::rows::{prepare, prepare_split};
 use crate::saved_turns::{self, SavedTurn};
-use crate::step::Algorithm;
+use crate::step::Divided;
 
 /// State of a rollout that still has updates to come.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -158,7 +158,7 @@ impl BufferState {
     /// wrote a checkpoint without the numbers that this algorithm needs.
     pub fn restore(
         &self,
-        algorithm: &Algorithm,
+        algorithm: &Divided,
         model: &Model,
         prompts: &PromptBuilder,
         dataset: &Dataset,

@@ -9,8 +9,8 @@ use omnigrpo_models::{LoadOptions, LoraConfig, MediaSettings, PromptSettings};
 use omnigrpo_ranks::Cause;
 
 use crate::{
-    AdamWConfig, Algorithm, EvalSchedule, ResumeFrom, ResumePlan, RowPlan, RunPlan, SavePlan, Selection,
-    SkipPolicy, Split, TrainSetup,
+    AdamWConfig, Algorithm, Division, EvalSchedule, ResumeFrom, ResumePlan, RowPlan, RunPlan, SavePlan,
+    Selection, SkipPolicy, TrainSetup,
 };
 
 omnigrpo_guard::settings! {
@@ -34,7 +34,7 @@ omnigrpo_guard::settings! {
     struct SavePlan { SAVE_ONLY_MODEL = only_model }
     struct Selection { GATE = gate, LLM = llm, PATTERNS = patterns, PROJECTOR = projector, TOWERS = towers }
     struct SkipPolicy { MAX_SHARE = max_share, STRICT = strict }
-    struct Split { GRADIENT_SUM = sum, LEAVES = leaves }
+    struct Division { GRADIENT_SUM = sum, LEAVES = leaves }
     struct TrainSetup {
         EVAL = eval, LOCK = lock, REFERENCE_DEVICE = reference_device, REWARDS = rewards, ORDER_BONUS = shuffled
     }

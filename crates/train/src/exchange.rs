@@ -3,7 +3,7 @@
 //! Source of the division: ZeRO (Rajbhandari et al., arXiv 1910.02054). The trained weights are grouped into buckets of
 //! neighbouring weights. Each bucket is cut into a part for every rank, at a multiple of [`SQUARES_BLOCK`] elements of a weight or
 //! at its beginning. The blocks in which squares are summed are therefore never cut, and the norm of the gradient has the same
-//! bits on any number of ranks. A bucket is exchanged in pieces, so no buffer is much larger than `Split::bucket`.
+//! bits on any number of ranks. A bucket is exchanged in pieces, so no buffer is much larger than `Division::bucket`.
 //!
 //! | [`Shard`] | complete on each rank | cut into parts |
 //! |---|---|---|
@@ -96,7 +96,7 @@ impl Exchange {
     /// Divides the exchange over ranks.
     pub(crate) fn over(self, split: &Split, model: &Model) -> Self {
         let mut this = Self { split: split.clone(), ..self };
-        if split.shard == Shard::None || split.ranks.size() == 1 || this.params.is_empty() {
+        if split.settings.shard == Shard::None || split.ranks.size() == 1 || this.params.is_empty() {
             return this;
         }
         // A weight that is cut has the same parts as its state.
@@ -104,7 +104,7 @@ impl Exchange {
         let is_alone =
             |param: &Arc<Param>| is_lent(split, param) && layers.iter().any(|own| Arc::ptr_eq(own, param));
         let cut = Cut { buckets: Bucket::all(&this.params, split, is_alone), own: Vec::new() };
-        this.regime = match split.shard >= Shard::Gradients {
+        this.regime = match split.settings.shard >= Shard::Gradients {
             true => {
                 let order = order(&cut.buckets, &this.params, model);
                 Regime::Eager(cut, Box::new(Eager::new(order, model.device(), this.params.len())))
@@ -270,7 +270,7 @@ impl Exchange {
                 }
                 fill += range.len();
             }
-            blocks.sum(self.split.sum)?;
+            blocks.sum(self.split.settings.sum)?;
             let mut from = 0;
             for (index, range) in segments(&starts, piece) {
                 let (weight, count) = (weights[index], range.len());

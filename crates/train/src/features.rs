@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::rollouts::{Group, Kept};
 use crate::rows::{PreparedRow, bring_here};
 use crate::saved_turns;
-use crate::step::Algorithm;
+use crate::step::{Algorithm, Divided};
 
 /// Results of a tower's forward pass that are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,7 +55,7 @@ pub(crate) fn encode_plain<'p>(
 pub(crate) fn encode_own(
     model: &Model,
     prompts: &PromptBuilder,
-    algorithm: &Algorithm,
+    algorithm: &Divided,
     rows: &mut [PreparedRow],
     keep: bool,
 ) -> Result<(Vec<Vec<Features>>, Vec<Kept>)> {
@@ -83,7 +83,7 @@ pub(crate) fn encode_own(
 pub(crate) fn settle(
     model: &Model,
     prompts: &PromptBuilder,
-    algorithm: &Algorithm,
+    algorithm: &Divided,
     groups: &mut [Group],
 ) -> Result<()> {
     let own = algorithm.owns(groups.len());

@@ -8,7 +8,7 @@ use omnigrpo_observe::{Metric, PhaseTimer};
 use crate::error::Result;
 use crate::features::{self, Keep};
 use crate::optimizer::AdamW;
-use crate::step::{Algorithm, UpdateAt};
+use crate::step::{Divided, UpdateAt};
 use crate::streams::pack;
 use crate::timing::timed;
 
@@ -20,7 +20,7 @@ pub fn imitate(
     model: &Model,
     optimizer: &mut AdamW,
     at: UpdateAt,
-    algorithm: &Algorithm,
+    algorithm: &Divided,
     examples: &[SftExample],
     timer: &mut PhaseTimer,
 ) -> Result<ImitationOutcome> {

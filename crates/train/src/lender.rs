@@ -64,7 +64,10 @@ struct State {
 /// Returns true if a weight of a decoder's layer is cut.
 pub(crate) fn is_lent(split: &Split, param: &Param) -> bool {
     let in_memory = !param.is_mapped() && !matches!(param.dtype(), ParamDtype::Quantised(_));
-    split.shard == Shard::Weights && split.ranks.size() > 1 && in_memory && param.len() >= split.least_cut
+    split.settings.shard == Shard::Weights
+        && split.ranks.size() > 1
+        && in_memory
+        && param.len() >= split.settings.least_cut
 }
 
 impl Lender {
@@ -335,12 +338,16 @@ mod tests {
     use omnigrpo_testkit::models::checkpoint;
 
     use super::*;
+    use crate::split::Division;
 
     /// Runs `run` on two ranks, each with its model.
     fn on_two_ranks<T: Send>(run: impl Fn(&Split, &Model, &Lender) -> T + Sync) -> Vec<T> {
         let run = &run;
         let rank = move |engine: Threads| {
-            let split = Split { shard: Shard::Weights, least_cut: 1000, ..Split::over(Ranks::new(engine)) };
+            let split = Split {
+                settings: Division { shard: Shard::Weights, least_cut: 1000, ..Division::default() },
+                ..Split::over(Ranks::new(engine))
+            };
             let mut model =
                 omnigrpo_testkit::load(&checkpoint("qwen2_5_vl_tied"), WeightDtype::Auto).unwrap();
             let lender = Lender::cut(&split, &mut model).unwrap().unwrap();

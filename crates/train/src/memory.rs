@@ -29,8 +29,8 @@ use crate::optimizer::{AdamW, AdamWConfig, Offload};
 use crate::rollouts::{Group, Kept, Rollouts, Scored};
 use crate::room;
 use crate::rows::PreparedRow;
-use crate::split::{Shard, Split};
-use crate::step::{Algorithm, UpdateAt, update};
+use crate::split::{Division, Shard};
+use crate::step::{Algorithm, Divided, UpdateAt, update};
 
 /// Owner of the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,7 +69,7 @@ pub enum ReferenceKept {
 #[derive(Clone, Debug)]
 pub struct MemoryPlan<'a> {
     /// Settings of the step.
-    pub algorithm: &'a Algorithm,
+    pub algorithm: &'a Divided,
     /// Settings of the optimizer.
     pub optimizer: &'a AdamWConfig,
     /// Longest rows of the run.
@@ -219,7 +219,7 @@ fn state_bytes(dtype: ParamDtype, len: u64, plan: &MemoryPlan) -> u64 {
 /// Returns the number of ranks among which the optimizer's state is divided.
 fn parts_of_state(plan: &MemoryPlan) -> u64 {
     let split = &plan.algorithm.split;
-    if split.shard == Shard::None { 1 } else { split.ranks.size() as u64 }
+    if split.settings.shard == Shard::None { 1 } else { split.ranks.size() as u64 }
 }
 
 /// Returns whether the optimizer's state of a model on a card is in main memory. A state that is cut into parts is there.
@@ -241,7 +241,7 @@ impl Parts {
     fn of(model: &Model, plan: &MemoryPlan) -> Self {
         let split = &plan.algorithm.split;
         let ranks = split.ranks.size() as u64;
-        if split.shard < Shard::Gradients || ranks == 1 {
+        if split.settings.shard < Shard::Gradients || ranks == 1 {
             return Self::default();
         }
         let (mut layers, blocks) = (model.decoder().layers(), model.decoder().block_params());
@@ -262,12 +262,12 @@ impl Parts {
         let of_blocks: Vec<u64> = blocks.iter().map(|block| of_gradients(block)).collect();
         let outside = all_gradients - of_blocks.iter().sum::<u64>();
         let together = of_blocks.into_iter().max().unwrap_or(0).max(outside);
-        let leaves = (split.leaves as u64).div_ceil(ranks).max(1);
+        let leaves = (split.num_leaves() as u64).div_ceil(ranks).max(1);
         let micro_batches = plan.prompts_per_step.div_ceil(plan.algorithm.micro()) as u64;
         // A leaf of several micro-batches has complete gradients until its last one.
         let gradients = (micro_batches <= leaves).then(|| {
             let sums = u64::from(leaves.next_power_of_two().trailing_zeros()) + 1;
-            sums * all_gradients / ranks + together + 8 * split.bucket as u64
+            sums * all_gradients / ranks + together + 8 * split.settings.bucket as u64
         });
         Self { weights: (all - all / ranks).saturating_sub(largest), gradients }
     }
@@ -432,7 +432,8 @@ pub(crate) fn reinforce(
     take: &mut impl FnMut(Phase, Footprint),
 ) -> Result<()> {
     // This process alone runs the outline.
-    let algorithm = &Algorithm { split: Split::default(), ..plan.algorithm.clone() };
+    let algorithm = Algorithm { split: Division::default(), ..plan.algorithm.algorithm.clone() };
+    let algorithm = &Divided::from(algorithm);
     let size = algorithm.num_generations;
     let reference = if algorithm.loss.needs_reference() {
         Some(model.reference(ReferencePlace::Memory(model.device()))?)

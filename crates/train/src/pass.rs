@@ -21,7 +21,7 @@ use crate::gap::Gap;
 use crate::lender::{Lender, Models, in_turns};
 use crate::optimizer::AdamW;
 use crate::rollouts::{Group, Kept, Rollouts, Scored};
-use crate::step::{Algorithm, TokenNumbers};
+use crate::step::{Divided, TokenNumbers};
 use crate::streams::{Part, pack};
 use crate::timing::timed;
 
@@ -36,7 +36,7 @@ pub(crate) struct Pass<'a> {
     gradients: FeatureGradients,
     /// Decoder results of the rollout for the leaf.
     recalled: Option<DecoderMemory>,
-    algorithm: &'a Algorithm,
+    algorithm: &'a Divided,
     training: Training,
     /// Length of each completion, in the order of the rollout.
     lengths: Vec<usize>,
@@ -97,7 +97,7 @@ impl Passed {
 impl<'a> Pass<'a> {
     pub(crate) fn new(
         models: Models<'a>,
-        algorithm: &'a Algorithm,
+        algorithm: &'a Divided,
         training: Training,
         rollouts: &Rollouts,
     ) -> Result<Self> {
@@ -159,7 +159,7 @@ impl<'a> Pass<'a> {
             done = optimizer.exchange().end_leaf(passed);
         }
         let done = done.and_then(|()| optimizer.exchange().reserve(self.model.device()));
-        let each = split.collect(split.leaves, done.map(|()| own))?;
+        let each = split.collect(split.num_leaves(), done.map(|()| own))?;
         if !split.is_off() {
             timed(timer, "exchange", || optimizer.exchange().sum())?;
         }
@@ -433,7 +433,7 @@ type Numbers<'a> = (&'a [f32], &'a [f32]);
 /// all ranks. `seen` returns the features of a group's media for this model.
 fn score(
     (model, lender): (&Model, Option<&Lender>),
-    algorithm: &Algorithm,
+    algorithm: &Divided,
     rollouts: &mut Rollouts,
     streams: Result<Vec<Vec<Part>>>,
     seen: impl Fn(&Group) -> Result<Vec<Features>>,
@@ -453,7 +453,7 @@ fn score(
 /// Returns the groups in the streams with the chosen numbers of each completion.
 fn score_own(
     (model, lender): (&Model, Option<&Lender>),
-    algorithm: &Algorithm,
+    algorithm: &Divided,
     rollouts: &Rollouts,
     streams: Result<Vec<Vec<Part>>>,
     seen: impl Fn(&Group) -> Result<Vec<Features>>,
@@ -492,7 +492,7 @@ fn score_own(
 }
 
 /// Scores the completions with the weights that sampled them, for updates after the weights have changed.
-pub(crate) fn old_logprobs(models: Models, algorithm: &Algorithm, rollouts: &mut Rollouts) -> Result<()> {
+pub(crate) fn old_logprobs(models: Models, algorithm: &Divided, rollouts: &mut Rollouts) -> Result<()> {
     let leaves = algorithm.own_leaves(rollouts.groups.len()).into_iter();
     let streams = leaves.flat_map(|leaf| streams(rollouts, leaf, algorithm.stream_rows())).collect();
     let seen = |group: &Group| Ok(group.features.clone());
@@ -502,7 +502,7 @@ pub(crate) fn old_logprobs(models: Models, algorithm: &Algorithm, rollouts: &mut
 
 /// Computes the entropies of the current weights at each token of recorded completions. Each completion is a separate stream, so
 /// that the entropies do not depend on `max_stream_tokens`.
-pub(crate) fn entropies(models: Models, algorithm: &Algorithm, rollouts: &mut Rollouts) -> Result<()> {
+pub(crate) fn entropies(models: Models, algorithm: &Divided, rollouts: &mut Rollouts) -> Result<()> {
     let leaves = algorithm.own_leaves(rollouts.groups.len()).into_iter();
     let streams = leaves.flat_map(|leaf| streams(rollouts, leaf, 1)).collect();
     let seen = |group: &Group| Ok(group.features.clone());
@@ -514,7 +514,7 @@ pub(crate) fn entropies(models: Models, algorithm: &Algorithm, rollouts: &mut Ro
 /// nothing without a reference. `ready` is the result of this rank's preparation.
 pub(crate) fn reference_logprobs(
     models: Models,
-    algorithm: &Algorithm,
+    algorithm: &Divided,
     ready: Result<()>,
     rollouts: &mut Rollouts,
 ) -> Result<()> {

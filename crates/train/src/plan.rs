@@ -23,7 +23,7 @@ use crate::rollouts::Rollouts;
 use crate::rows::SkipPolicy;
 use crate::schedule::ScheduleKind;
 use crate::selection::Selection;
-use crate::step::Algorithm;
+use crate::step::Divided;
 
 /// Condition for writing checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -416,7 +416,7 @@ pub struct TrainSetup {
     /// Environment that answers completions.
     pub interaction: Option<Interaction>,
     /// Settings of the algorithm.
-    pub algorithm: Algorithm,
+    pub algorithm: Divided,
     /// Settings of the optimizer.
     pub optimizer: AdamWConfig,
     /// Trained weights.

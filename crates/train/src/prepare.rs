@@ -35,7 +35,7 @@ use crate::room;
 use crate::run::train;
 use crate::selection::Selection;
 use crate::split::{GradientSum, Shard, Split};
-use crate::step::Algorithm;
+use crate::step::Divided;
 use crate::survey::{RowCheck, Survey};
 
 /// Names of the kinds of rows in messages.
@@ -69,7 +69,7 @@ pub struct Run {
     /// Digests of the weights of reward models, which several ranks compare.
     pub reward_weights: TensorDigests,
     /// Settings of the algorithm.
-    pub algorithm: Algorithm,
+    pub algorithm: Divided,
     /// Settings of the optimizer.
     pub optimizer: AdamWConfig,
     /// Trained weights.
@@ -172,7 +172,7 @@ pub struct Variant<'a> {
     /// Trained weights.
     pub selection: &'a Selection,
     /// Settings of the algorithm.
-    pub algorithm: &'a Algorithm,
+    pub algorithm: &'a Divided,
     /// Settings of the optimizer.
     pub optimizer: &'a AdamWConfig,
     /// Length of the run and prompts per step.
@@ -525,8 +525,8 @@ impl Prepared {
     /// Returns an error if the settings cannot be used with this model.
     pub fn step_time(&self, completion_tokens: usize, rates: &mut Rates) -> Result<StepTime> {
         let mut algorithm = self.run.algorithm.clone();
-        algorithm.sampling.max_completion_length = completion_tokens;
-        algorithm.sampling.min_completion_length = 0;
+        let sampling = &mut algorithm.sampling;
+        (sampling.min_completion_length, sampling.max_completion_length) = (0, completion_tokens);
         let variant = Variant { algorithm: &algorithm, ..self.variant() };
         let outline = self.outline(&variant)?;
         let plan = &self.run.plan;
@@ -551,7 +551,11 @@ impl Prepared {
         let is_cut =
             |param: &Arc<Param>| is_lent(split, param) && lent.iter().any(|own| Arc::ptr_eq(own, param));
         let size = split.ranks.size();
-        let leaves = if split.shard >= Shard::Gradients { split.leaves.div_ceil(size).max(1) } else { 1 };
+        let leaves = if split.settings.shard >= Shard::Gradients {
+            split.num_leaves().div_ceil(size).max(1)
+        } else {
+            1
+        };
         let micro_batches = self.prompts_here(&self.run.plan).div_ceil(algorithm.micro());
         // The reference of an adapter has the same weights; another one is in the checkpoint's files or is cut, too.
         let scores =
@@ -563,9 +567,9 @@ impl Prepared {
                 return gathered;
             }
             let gradient = 4 * param.len();
-            let has_parts = split.shard != Shard::None;
+            let has_parts = split.settings.shard != Shard::None;
             // The engine's sum arrives whole on every rank, also where each rank needs a part of it only.
-            let is_whole = !has_parts || split.sum == GradientSum::Engine;
+            let is_whole = !has_parts || split.settings.sum == GradientSum::Engine;
             let updated = if has_parts && !is_cut(param) { param.num_bytes() } else { 0 };
             gathered + leaves * (gradient + if is_whole { gradient } else { 0 }) + updated
         });
@@ -683,7 +687,7 @@ impl Prepared {
 
     /// Returns what must be the same on all ranks, by name, with digests of the contents.
     fn described(&self) -> Result<Map<String, Value>> {
-        let Run { plan, algorithm: Algorithm { split, .. }, .. } = &self.run;
+        let Run { plan, algorithm: Divided { split, .. }, .. } = &self.run;
         let mut own = Map::new();
         let bad: Vec<u64> = self.bad_rows.iter().map(|(row, ..)| *row).collect();
         own.insert("training rows".into(), self.run.rows.len().into());
@@ -705,11 +709,11 @@ impl Prepared {
             ("data_seed", json!(plan.rows.seed)),
             ("max_steps", json!(plan.max_steps)),
             ("num_train_epochs", json!(plan.num_epochs)),
-            ("gradient_leaves", json!(split.leaves)),
-            ("gradient_sum", json!(split.sum)),
-            ("shard", json!(split.shard)),
-            ("shard_min_elements", json!(split.least_cut)),
-            ("reduce_bucket_size", json!(split.bucket)),
+            ("gradient_leaves", json!(split.num_leaves())),
+            ("gradient_sum", json!(split.settings.sum)),
+            ("shard", json!(split.settings.shard)),
+            ("shard_min_elements", json!(split.settings.least_cut)),
+            ("reduce_bucket_size", json!(split.settings.bucket)),
             ("save_strategy", json!(plan.save.when)),
         ];
         own.extend(plan.map(|(name, value)| (name.to_owned(), value)));
@@ -783,7 +787,7 @@ fn shown(digest: u64) -> Value {
 }
 
 /// Returns a line about the work of a step.
-fn step_takes(plan: &RunPlan, algorithm: &Algorithm) -> String {
+fn step_takes(plan: &RunPlan, algorithm: &Divided) -> String {
     let prompts = plan.prompts_per_step;
     let plural = if prompts == 1 { "" } else { "s" };
     let one = match (plan.objective, algorithm.num_generations) {

@@ -15,7 +15,7 @@ use crate::error::{Result, TrainError};
 use crate::features::encode_own;
 use crate::rollouts::{Group, Rollouts, Scored};
 use crate::rows::PreparedRow;
-use crate::step::Algorithm;
+use crate::step::Divided;
 use crate::timing::timed;
 
 /// Builds a rollout from the completions and rewards in the rows instead of sampling. Tokens after the first stop token of a
@@ -28,7 +28,7 @@ use crate::timing::timed;
 pub fn replay(
     model: &Model,
     prompts: &PromptBuilder,
-    algorithm: &Algorithm,
+    algorithm: &Divided,
     mut rows: Vec<PreparedRow>,
     timer: &mut PhaseTimer,
 ) -> Result<Rollouts> {
@@ -84,7 +84,7 @@ type Read = (Vec<Scored>, Vec<Named>, Vec<Arc<MediumInput>>);
 type Named = (String, Vec<Option<f64>>);
 
 /// Reads the completions and rewards of a row, and the media that turns of an environment add to those of its prompt.
-fn read_row(prompts: &PromptBuilder, algorithm: &Algorithm, row: &PreparedRow) -> Result<Read, String> {
+fn read_row(prompts: &PromptBuilder, algorithm: &Divided, row: &PreparedRow) -> Result<Read, String> {
     let (Some(recorded), Some(rewards)) = (&row.sample.completions, &row.sample.rewards) else {
         return Err("expected the columns `completions` and `rewards`".into());
     };

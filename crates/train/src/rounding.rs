@@ -36,7 +36,7 @@ const SETTINGS: [Row; 7] = [
     }),
     ("gradient sum", GRADIENT_SUM, |setup| {
         let split = &setup.algorithm.split;
-        match split.sum {
+        match split.settings.sum {
             GradientSum::Ordered => "ordered".to_owned(),
             GradientSum::Engine => format!("over {} processes", split.ranks.size()),
         }

@@ -35,7 +35,7 @@ use crate::rollouts::Rollouts;
 use crate::rounding::Rounding;
 use crate::rows::{Making, PreparedRow, RowSource};
 use crate::schedule::Schedule;
-use crate::step::{Algorithm, Collector, UpdateAt, update};
+use crate::step::{Collector, Divided, UpdateAt, update};
 use crate::timing::{gpu_load, timed};
 
 /// Runs GRPO or supervised training, without the checks of [`Run::prepare`](crate::Run::prepare).
@@ -165,7 +165,7 @@ struct Loop {
     shuffled: Option<Arc<PromptBuilder>>,
     rewards: Arc<RewardSet>,
     interaction: Option<Interaction>,
-    algorithm: Algorithm,
+    algorithm: Divided,
     /// Weights that are cut.
     lenders: Lenders,
     optimizer: AdamW,

@@ -32,13 +32,11 @@ pub enum Shard {
     Weights,
 }
 
-/// Division of a step over ranks.
-#[derive(Clone)]
-pub struct Split {
-    /// Processes of the run.
-    pub ranks: Ranks,
-    /// Number of leaves of an update, a multiple of the number of ranks.
-    pub leaves: usize,
+/// Settings by which a step is divided over ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Division {
+    /// Number of leaves of an update, a multiple of the number of ranks; `None` for the number of ranks.
+    pub leaves: Option<usize>,
     /// Way to sum the gradients of all ranks.
     pub sum: GradientSum,
     /// State that is cut into a part for each rank.
@@ -47,14 +45,36 @@ pub struct Split {
     pub bucket: usize,
     /// Minimum number of elements of a weight that is cut with [`Shard::Weights`].
     pub least_cut: usize,
+}
+
+/// Division of a step over the ranks of a run.
+#[derive(Clone, Debug)]
+pub struct Split {
+    /// Processes of the run.
+    pub ranks: Ranks,
+    /// Settings of the division.
+    pub settings: Division,
     /// Number of ranks on this machine, which share its memory.
     pub local: usize,
     /// Prompts of an update, if a rollout serves several updates.
     pub(crate) prompts_per_step: Option<usize>,
 }
 
-/// Default of [`Split::least_cut`], that of DeepSpeed.
+/// Default of [`Division::least_cut`], that of DeepSpeed.
 const LEAST_CUT: usize = 100_000;
+
+impl Default for Division {
+    /// Returns a leaf for each rank, ordered sums, and no state that is cut.
+    fn default() -> Self {
+        Self {
+            leaves: None,
+            sum: GradientSum::Ordered,
+            shard: Shard::None,
+            bucket: BUCKET,
+            least_cut: LEAST_CUT,
+        }
+    }
+}
 
 impl Default for Split {
     /// Returns the division of a single process with one leaf.
@@ -63,74 +83,56 @@ impl Default for Split {
     }
 }
 
-impl std::fmt::Debug for Split {
-    /// Formats what the result depends on, for comparison with a checkpoint.
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} leaves", self.leaves)?;
-        if self.sum == GradientSum::Engine { write!(f, " on {} ranks", self.ranks.size()) } else { Ok(()) }
-    }
-}
-
 impl Split {
-    /// Returns a division with this number of leaves.
-    #[must_use]
-    pub fn new(ranks: Ranks, leaves: usize, sum: GradientSum) -> Self {
-        Self {
-            ranks,
-            leaves,
-            sum,
-            shard: Shard::None,
-            bucket: BUCKET,
-            least_cut: LEAST_CUT,
-            local: 1,
-            prompts_per_step: None,
-        }
-    }
-
-    /// Returns a division with one leaf for each rank.
+    /// Returns the default division over ranks of which no two are on one machine.
     #[must_use]
     pub fn over(ranks: Ranks) -> Self {
-        Self::new(ranks.clone(), ranks.size(), GradientSum::Ordered)
+        Self { ranks, settings: Division::default(), local: 1, prompts_per_step: None }
+    }
+
+    /// Returns the number of leaves of an update.
+    pub fn num_leaves(&self) -> usize {
+        self.settings.leaves.unwrap_or(self.ranks.size())
     }
 
     /// Checks that every rank has the same number of leaves.
     pub(crate) fn validate(&self) -> Result<()> {
-        if self.leaves > 0 && self.leaves.is_multiple_of(self.ranks.size()) {
+        let (leaves, size) = (self.num_leaves(), self.ranks.size());
+        if leaves > 0 && leaves.is_multiple_of(size) {
             return Ok(());
         }
-        let size = self.ranks.size();
         Err(TrainError::setting(
             LEAVES,
-            &self.leaves.to_string(),
+            &leaves.to_string(),
             format!("expected a multiple of the number of ranks, {size}, so that all ranks have equal work"),
         ))
     }
 
     /// Returns true if the ranks of a machine share the frozen weights in the checkpoint's files. Weights that are cut are in memory.
     pub(crate) fn shares_base(&self) -> bool {
-        self.local > 1 && self.shard != Shard::Weights
+        self.local > 1 && self.settings.shard != Shard::Weights
     }
 
     /// Returns true if one process sums all gradients in the order in which they are computed.
     pub(crate) fn is_off(&self) -> bool {
-        self.leaves == 1
+        self.num_leaves() == 1
     }
 
     /// Returns the number of elements of each rank in an exchange.
     pub(crate) fn piece(&self) -> usize {
-        self.bucket.div_ceil(self.ranks.size()).max(1)
+        self.settings.bucket.div_ceil(self.ranks.size()).max(1)
     }
 
     /// Returns the rank that computes a leaf of an update. If gradients are cut, the ranks exchange them after each leaf, so they
     /// compute neighbouring leaves at the same time.
     pub(crate) fn rank_of(&self, leaf: usize) -> usize {
         let size = self.ranks.size();
-        if self.shard >= Shard::Gradients { leaf % size } else { leaf / (self.leaves / size) }
+        if self.settings.shard >= Shard::Gradients { leaf % size } else { leaf / (self.num_leaves() / size) }
     }
 
     /// Returns the prompts of each leaf of an update with `prompts` prompts in micro-batches of `micro`.
     pub(crate) fn leaves(&self, prompts: usize, micro: usize) -> impl Iterator<Item = Range<usize>> + use<> {
-        let (leaves, batches) = (self.leaves, prompts.div_ceil(micro));
+        let (leaves, batches) = (self.num_leaves(), prompts.div_ceil(micro));
         let cut = move |leaf: usize| (batches * leaf / leaves * micro).min(prompts);
         (0..leaves).map(move |leaf| cut(leaf)..cut(leaf + 1))
     }
@@ -154,14 +156,14 @@ impl Split {
     /// Returns the prompts of each leaf of this rank, in a rollout with `prompts` prompts, over all of its updates.
     pub(crate) fn own_leaves_of_rollout(&self, prompts: usize, micro: usize) -> Vec<Range<usize>> {
         let leaves = self.leaves_of_rollout(prompts, micro).into_iter().enumerate();
-        let own = |leaf: usize| self.rank_of(leaf % self.leaves) == self.ranks.rank();
+        let own = |leaf: usize| self.rank_of(leaf % self.num_leaves()) == self.ranks.rank();
         leaves.filter(|(leaf, _)| own(*leaf)).map(|(_, own)| own).collect()
     }
 
     /// Returns the rank of each prompt of a rollout.
     pub(crate) fn owners(&self, prompts: usize, micro: usize) -> Vec<usize> {
         let leaves = self.leaves_of_rollout(prompts, micro).into_iter().enumerate();
-        leaves.flat_map(|(leaf, own)| own.map(move |_| self.rank_of(leaf % self.leaves))).collect()
+        leaves.flat_map(|(leaf, own)| own.map(move |_| self.rank_of(leaf % self.num_leaves()))).collect()
     }
 
     /// Returns the places of the prompts that this rank trains on, in a rollout with `prompts` prompts.
@@ -217,7 +219,11 @@ mod tests {
     use super::*;
 
     fn split(leaves: usize, prompts_per_step: Option<usize>) -> Split {
-        Split { leaves, prompts_per_step, ..Split::default() }
+        Split {
+            settings: Division { leaves: Some(leaves), ..Division::default() },
+            prompts_per_step,
+            ..Split::default()
+        }
     }
 
     #[test]
@@ -253,7 +259,7 @@ mod tests {
         three.ranks = Ranks::new(omnigrpo_ranks::Threads::new(2).swap_remove(0));
         let told = three.validate().unwrap_err().to_string();
         assert!(
-            told.contains("Split::leaves") && told.contains("a multiple of the number of ranks, 2"),
+            told.contains("Division::leaves") && told.contains("a multiple of the number of ranks, 2"),
             "{told}"
         );
         assert!(split(0, None).validate().is_err());

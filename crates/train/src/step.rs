@@ -30,12 +30,13 @@
 //! the backward pass of the model starts from that derivative. The streams of a step add up their gradients, so the
 //! `Normalizer` must first be computed for the whole step.
 
-use std::ops::Range;
+use std::ops::{Deref, DerefMut, Range};
 use std::time::Duration;
 
 use omnigrpo_grpo::{AdvantageKind, LossPlan, MetricSums, RECIPES, Recipe, metric};
 use omnigrpo_models::{Model, PromptBuilder, RouterPlan, Training};
 use omnigrpo_observe::{Metric, PhaseTimer};
+use omnigrpo_ranks::Ranks;
 use omnigrpo_rewards::{RewardMatrix, RewardSet};
 use omnigrpo_rollout::{Completion, Interaction, MAX_LIVE, SamplingParams};
 
@@ -49,12 +50,12 @@ use crate::rollouts::{Group, Kept, Rollouts, Scored, alike};
 use crate::rows::PreparedRow;
 use crate::sampling;
 use crate::scoring;
-use crate::split::Split;
+use crate::split::{Division, Split};
 use crate::temporal;
 use crate::timing::timed;
 
 /// Settings of the algorithm for a step. They are the same for all steps of a run.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct Algorithm {
     /// Completions per prompt.
     pub num_generations: usize,
@@ -91,7 +92,67 @@ pub struct Algorithm {
     /// True to return the numbers of each token with the outcome of an update.
     pub token_stats: bool,
     /// Division of a step over ranks.
+    pub split: Division,
+}
+
+/// An algorithm, and the ranks that run its steps.
+#[derive(Clone, Debug)]
+pub struct Divided {
+    /// Settings of the algorithm.
+    pub algorithm: Algorithm,
+    /// Division of a step over the ranks.
     pub split: Split,
+}
+
+impl Divided {
+    /// Returns an algorithm whose steps the ranks divide as its settings say, `local` of them on this machine.
+    #[must_use]
+    pub fn new(algorithm: Algorithm, ranks: Ranks, local: usize) -> Self {
+        let split = Split { settings: algorithm.split, local, ..Split::over(ranks) };
+        Self { algorithm, split }
+    }
+
+    /// Returns the prompts of each leaf of this rank, in an update with `prompts` prompts.
+    pub(crate) fn own_leaves(&self, prompts: usize) -> Vec<Range<usize>> {
+        self.split.own_leaves(prompts, self.micro()).into_iter().map(|(_, leaf)| leaf).collect()
+    }
+
+    /// Returns the prompts of each leaf of this rank, in a rollout with `prompts` prompts.
+    pub(crate) fn own_leaves_of_rollout(&self, prompts: usize) -> Vec<Range<usize>> {
+        self.split.own_leaves_of_rollout(prompts, self.micro())
+    }
+
+    /// Returns for each prompt of a rollout whether this rank trains on it.
+    pub(crate) fn owns(&self, prompts: usize) -> Vec<bool> {
+        let owners = self.split.owners(prompts, self.micro());
+        owners.into_iter().map(|owner| owner == self.split.ranks.rank()).collect()
+    }
+
+    /// Returns true if a rollout with `prompts` prompts serves one update of each iteration.
+    pub(crate) fn is_one_update(&self, prompts: usize) -> bool {
+        self.split.prompts_per_step.is_none_or(|step| prompts <= step)
+    }
+}
+
+impl From<Algorithm> for Divided {
+    /// Returns an algorithm whose steps one process runs.
+    fn from(algorithm: Algorithm) -> Self {
+        Self::new(algorithm, Ranks::default(), 1)
+    }
+}
+
+impl Deref for Divided {
+    type Target = Algorithm;
+
+    fn deref(&self) -> &Algorithm {
+        &self.algorithm
+    }
+}
+
+impl DerefMut for Divided {
+    fn deref_mut(&mut self) -> &mut Algorithm {
+        &mut self.algorithm
+    }
 }
 
 impl Default for Algorithm {
@@ -123,7 +184,7 @@ impl Algorithm {
             max_resample_times: 0,
             length_bonus: false,
             token_stats: false,
-            split: Split::default(),
+            split: Division::default(),
         }
     }
 
@@ -135,27 +196,6 @@ impl Algorithm {
     /// Returns the prompts of a micro-batch.
     pub(crate) fn micro(&self) -> usize {
         self.prompts_per_micro_batch.max(1)
-    }
-
-    /// Returns the prompts of each leaf of this rank, in an update with `prompts` prompts.
-    pub(crate) fn own_leaves(&self, prompts: usize) -> Vec<Range<usize>> {
-        self.split.own_leaves(prompts, self.micro()).into_iter().map(|(_, leaf)| leaf).collect()
-    }
-
-    /// Returns the prompts of each leaf of this rank, in a rollout with `prompts` prompts.
-    pub(crate) fn own_leaves_of_rollout(&self, prompts: usize) -> Vec<Range<usize>> {
-        self.split.own_leaves_of_rollout(prompts, self.micro())
-    }
-
-    /// Returns for each prompt of a rollout whether this rank trains on it.
-    pub(crate) fn owns(&self, prompts: usize) -> Vec<bool> {
-        let owners = self.split.owners(prompts, self.micro());
-        owners.into_iter().map(|owner| owner == self.split.ranks.rank()).collect()
-    }
-
-    /// Returns true if a rollout with `prompts` prompts serves one update of each iteration.
-    pub(crate) fn is_one_update(&self, prompts: usize) -> bool {
-        self.split.prompts_per_step.is_none_or(|step| prompts <= step)
     }
 
     /// Returns the maximum number of rows per packed stream.
@@ -266,7 +306,7 @@ pub struct Collector<'a> {
     /// Environment that answers completions.
     pub interaction: Option<&'a Interaction>,
     /// Settings for the number of completions, their sampling and their comparison.
-    pub algorithm: &'a Algorithm,
+    pub algorithm: &'a Divided,
 }
 
 /// Sampled and scored completions before advantages are computed.
@@ -386,7 +426,7 @@ pub fn update<'m>(
     models: impl Into<Models<'m>>,
     optimizer: &mut AdamW,
     at: UpdateAt,
-    algorithm: &Algorithm,
+    algorithm: &Divided,
     rollouts: &mut Rollouts,
     timer: &mut PhaseTimer,
 ) -> Result<StepOutcome> {

@@ -17,8 +17,8 @@ use omnigrpo_ops::Device;
 use omnigrpo_rewards::{RewardOptions, build};
 use omnigrpo_train::checkpoint::{self, Parts, TrainerState};
 use omnigrpo_train::{
-    AdamW, AdamWConfig, Algorithm, Collector, MemoryOf, MemoryPlan, PreparedRow, ReferenceKept, Selection,
-    UpdateAt, Work, memory, update,
+    AdamW, AdamWConfig, Algorithm, Collector, Divided, MemoryOf, MemoryPlan, PreparedRow, ReferenceKept,
+    Selection, UpdateAt, Work, memory, update,
 };
 use serde_json::{Value, json};
 
@@ -81,7 +81,8 @@ fn an_update_holds_what_its_outline_says() {
         ("adapters", Selection::NONE, true, false),
         ("adapters, recomputed", Selection::NONE, true, true),
     ] {
-        let mut algorithm = Algorithm { num_generations: 6, recompute, ..Algorithm::default() };
+        let mut algorithm =
+            Divided::from(Algorithm { num_generations: 6, recompute, ..Algorithm::default() });
         // Two streams, so that the second finds gradients.
         algorithm.max_stream_tokens = Some(1400);
         (algorithm.sampling.max_completion_length, algorithm.sampling.min_completion_length) = (100, 100);

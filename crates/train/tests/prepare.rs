@@ -17,9 +17,9 @@ use omnigrpo_ranks::{Ranks, Threads};
 use omnigrpo_rewards::{RewardOptions, RewardSet, build, reward};
 use omnigrpo_rollout::TurnLimits;
 use omnigrpo_train::{
-    AdamWConfig, Algorithm, EvalPlan, MemoryOf, MemoryPlan, ModelPlan, Observer, Output, Policy, Prepared,
-    PreparedRow, ReferenceKept, ResumeFrom, RowPlan, Run, RunPlan, SavePlan, SaveWhen, Selection, Shard,
-    Signals, Split, TrainError, Trained, Work, media_bytes, memory,
+    AdamWConfig, Algorithm, Divided, EvalPlan, MemoryOf, MemoryPlan, ModelPlan, Observer, Output, Policy,
+    Prepared, PreparedRow, ReferenceKept, ResumeFrom, RowPlan, Run, RunPlan, SavePlan, SaveWhen, Selection,
+    Shard, Signals, Split, TrainError, Trained, Work, media_bytes, memory,
 };
 use setup::{algorithm, checkpoint, dataset, lines, optimizer, prompts, questions};
 
@@ -261,7 +261,7 @@ fn plans_count_the_answers_of_an_environment() {
     );
     assert!(prompts.outline_turn(2, 3).unwrap().is_none(), "no picture fits");
 
-    let mut algorithm = Algorithm { num_generations: 3, ..Algorithm::default() };
+    let mut algorithm = Divided::from(Algorithm { num_generations: 3, ..Algorithm::default() });
     algorithm.sampling.max_completion_length = 140;
     algorithm.sampling.turns = Some(TurnLimits { max_turns: 8, ..TurnLimits::default() });
     let options = LoadOptions { device: Device::Outline, ..LoadOptions::default() };
@@ -363,9 +363,13 @@ fn ranks_with_other_inputs_do_not_start() {
         "max_steps: 2 on rank 0, 3 on rank 1",
         on_second(|run| run.plan.max_steps = Some(3)),
     );
-    assert_differ(&place, "gradient_leaves: ", on_second(|run| run.algorithm.split.leaves = 4));
-    assert_differ(&place, "reduce_bucket_size: ", on_second(|run| run.algorithm.split.bucket = 100));
-    assert_differ(&place, "shard: ", on_second(|run| run.algorithm.split.shard = Shard::Weights));
+    assert_differ(
+        &place,
+        "gradient_leaves: ",
+        on_second(|run| run.algorithm.split.settings.leaves = Some(4)),
+    );
+    assert_differ(&place, "reduce_bucket_size: ", on_second(|run| run.algorithm.split.settings.bucket = 100));
+    assert_differ(&place, "shard: ", on_second(|run| run.algorithm.split.settings.shard = Shard::Weights));
     assert_differ(
         &place,
         "evaluation rows: ",
@@ -407,7 +411,9 @@ fn one_bit_of_a_weight_is_found_however_weights_are_held() {
     let cases: [Case; 6] = [
         ("whole", &|_| {}),
         ("reference in the files", &|run| run.algorithm.loss.beta = 0.04),
-        ("cut", &|run| (run.algorithm.split.shard, run.algorithm.split.least_cut) = (Shard::Weights, 0)),
+        ("cut", &|run| {
+            (run.algorithm.split.settings.shard, run.algorithm.split.settings.least_cut) = (Shard::Weights, 0)
+        }),
         ("mapped base", &|run| {
             lora(run);
             run.algorithm.split.local = 2;

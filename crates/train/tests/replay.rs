@@ -15,7 +15,7 @@ use omnigrpo_observe::PhaseTimer;
 use omnigrpo_ops::{Device, Numbers, Param};
 use omnigrpo_testkit::{Golden, golden, max_diff, norm, sketch};
 use omnigrpo_train::{
-    AdamW, Algorithm, Moments, PreparedRow, ResumeFrom, Rollouts, ScheduleKind, Selection, StepOutcome,
+    AdamW, Divided, Moments, PreparedRow, ResumeFrom, Rollouts, ScheduleKind, Selection, StepOutcome,
     decayed_names, replay,
 };
 use serde_json::Value;
@@ -28,7 +28,7 @@ fn update(
     model: &Model,
     reference: &Model,
     adamw: &mut AdamW,
-    algorithm: &Algorithm,
+    algorithm: &Divided,
     rollouts: &mut Rollouts,
 ) -> StepOutcome {
     omnigrpo_train::update((model, Some(reference)), adamw, AT, algorithm, rollouts, &mut timer()).unwrap()
@@ -345,7 +345,7 @@ struct Trained {
 }
 
 /// Runs these steps, with two updates each.
-fn trained(steps: &[Vec<PreparedRow>], change: impl Fn(&mut Algorithm)) -> Trained {
+fn trained(steps: &[Vec<PreparedRow>], change: impl Fn(&mut Divided)) -> Trained {
     let name = "qwen2_5_vl_tied";
     let model = omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap();
     Selection::ALL.apply(&model).unwrap();

@@ -1044,7 +1044,8 @@ fn a_reward_that_can_be_earned_rises() {
     let mut setup = place.setup("run");
     setup.run.max_steps = Some(30);
     setup.run.prompts_per_step = 4;
-    setup.algorithm = omnigrpo_train::Algorithm { max_live: 64, ..algorithm(8, 8) };
+    setup.algorithm = algorithm(8, 8);
+    setup.algorithm.max_live = 64;
     setup.optimizer.learning_rate = 3e-3;
     // The share of tokens with an even id: about a half by chance.
     setup.rewards = reward(|input| {

@@ -273,7 +273,7 @@ fn listed(list: &str) -> Option<Vec<usize>> {
 
 /// Returns the number of gradient leaves: the given one, that of the checkpoint from which the run resumes, or that of the ranks.
 pub fn leaves(settings: &Settings, ranks: &Ranks, output_dir: &Path) -> Result<usize> {
-    if let Some(given) = settings.ranks.leaves {
+    if let Some(given) = settings.algorithm.split.leaves {
         return Ok(given);
     }
     let saved = saved(settings, output_dir);

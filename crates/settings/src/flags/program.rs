@@ -58,7 +58,7 @@ pub const FLAGS: &[Flag] = &[
         .idle(|s, _| (!s.io.dry_run).then_some("only `plan` and `--dry_run` read it; `mpirun --host` starts machines"))
         .free(Verb::ALL)
         .per_rank(),
-    row("gradient_leaves", int(1, 65_536), at!(ranks.leaves), &[Train])
+    row("gradient_leaves", int(1, 65_536), at!(algorithm.split.leaves), &[Train])
         .help(
             "Parts of a step whose gradients are summed as a tree. A multiple of the number of processes. Runs with \
              equal numbers give equal bits on 1, 2, 4 … processes.",

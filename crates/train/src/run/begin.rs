@@ -195,7 +195,7 @@ fn check(setup: &TrainSetup) -> Result<()> {
     if run.objective == Objective::Imitate && !algorithm.split.is_off() {
         return Err(TrainError::setting(
             LEAVES,
-            &algorithm.split.leaves.to_string(),
+            &algorithm.split.num_leaves().to_string(),
             "supervised training runs in one process with one leaf; start it without a launcher".into(),
         ));
     }

@@ -48,7 +48,7 @@ fn over_ranks(
         }
         let split = &mut setup.algorithm.split;
         // Three ranks have a number of leaves of their own.
-        split.leaves = if split.leaves == 1 { LEAVES } else { split.leaves };
+        split.settings.leaves = Some(split.settings.leaves.unwrap_or(LEAVES));
         split.ranks = ranks.clone();
         if let (Device::Gpu(card), 2..) = (setup.model.device(), size) {
             card.connect(&ranks, &[]).unwrap();
@@ -158,7 +158,7 @@ fn every_setting_gives_the_bits_of_one_process() {
         ("text alone", reads_text_only),
         ("text alone, weights in parts", |s| {
             reads_text_only(s);
-            (s.algorithm.split.shard, s.algorithm.split.least_cut) = (Shard::Weights, 0);
+            (s.algorithm.split.settings.shard, s.algorithm.split.settings.least_cut) = (Shard::Weights, 0);
         }),
     ];
     let place = Place::new();
@@ -181,7 +181,7 @@ fn a_state_in_files_gives_the_same_bits() {
                     let mut setup = plain(&place, out);
                     setup.model = omnigrpo_testkit::load(&checkpoint(NAME), model).unwrap();
                     (setup.run.max_steps, setup.run.save.when) = (Some(steps), SaveWhen::Steps(2));
-                    setup.algorithm.split.shard = shard;
+                    setup.algorithm.split.settings.shard = shard;
                     (setup.optimizer.offload, setup.optimizer.offload_folder) =
                         (offload, Some(folder.clone()));
                     setup
@@ -468,7 +468,7 @@ fn three_ranks_are_exact_among_themselves() {
         done(size, &out, |_, out| {
             let mut setup = plain(&place, out);
             cut_into(&mut setup, shard);
-            setup.algorithm.split.leaves = 3;
+            setup.algorithm.split.settings.leaves = Some(3);
             setup
         });
         out
@@ -510,7 +510,7 @@ fn on_a_card(setup: &mut TrainSetup, dtype: WeightDtype) {
     let options = LoadOptions { dtype, device: Device::emulator().unwrap(), ..LoadOptions::default() };
     setup.model = Model::load(&Checkpoint::open(&checkpoint(NAME)).unwrap(), &options).unwrap();
     (setup.run.max_steps, setup.run.save.when) = (Some(2), SaveWhen::Steps(2));
-    setup.algorithm.split.bucket = 5000;
+    setup.algorithm.split.settings.bucket = 5000;
 }
 
 /// Gradients are summed on the cards, over a stand-in of NCCL.
@@ -544,7 +544,7 @@ fn cards_give_the_bits_of_one_card() {
     let cut: [Setting; 2] = [
         ("a cut state on cards", |s| {
             on_a_card(s, WeightDtype::Auto);
-            s.algorithm.split.shard = Shard::Optimizer;
+            s.algorithm.split.settings.shard = Shard::Optimizer;
         }),
         ("cut weights on cards", |s| {
             on_a_card(s, WeightDtype::Auto);
@@ -564,7 +564,7 @@ fn cut(setup: &mut TrainSetup) {
 /// Cuts what `shard` names. All weights of blocks are cut, however small.
 fn cut_into(setup: &mut TrainSetup, shard: Shard) {
     let split = &mut setup.algorithm.split;
-    (split.shard, split.bucket, split.least_cut) = (shard, 5000, 0);
+    (split.settings.shard, split.settings.bucket, split.settings.least_cut) = (shard, 5000, 0);
 }
 
 fn cut_weights(setup: &mut TrainSetup) {
@@ -582,16 +582,16 @@ fn a_cut_state_gives_the_bits_of_one_process() {
     done(1, &alone, |_, out| plain(&place, out));
     let cases: [Setting; 5] = [
         ("cut", cut),
-        ("cut with large buckets", |s| s.algorithm.split.shard = Shard::Optimizer),
-        ("small buckets", |s| s.algorithm.split.bucket = 5000),
+        ("cut with large buckets", |s| s.algorithm.split.settings.shard = Shard::Optimizer),
+        ("small buckets", |s| s.algorithm.split.settings.bucket = 5000),
         ("buckets of one element", |s| {
             cut(s);
-            s.algorithm.split.bucket = 1000;
+            s.algorithm.split.settings.bucket = 1000;
         }),
         ("sums of the engine", |s| {
             cut(s);
             // The threads of a test have no sum of their own, so it is the ordered one.
-            s.algorithm.split.sum = omnigrpo_train::GradientSum::Engine;
+            s.algorithm.split.settings.sum = omnigrpo_train::GradientSum::Engine;
         }),
     ];
     for (what, change) in cases {
@@ -685,7 +685,7 @@ fn a_rank_has_its_part_of_the_state() {
             let mut setup = plain(&place, out);
             setup.run.max_steps = Some(1);
             setup.run.save.when = SaveWhen::Steps(1);
-            setup.algorithm.split.shard = shard;
+            setup.algorithm.split.settings.shard = shard;
             setup
         });
         number(timeless(&out).last().unwrap(), "params_without_grad");
@@ -757,7 +757,7 @@ fn a_run_resumes_to_the_bit_with_another_number_of_ranks() {
             let resumed = || {
                 done(size, &place.out(&name), |rank, out| {
                     let mut setup = new(rank, out);
-                    setup.algorithm.split.shard = shard;
+                    setup.algorithm.split.settings.shard = shard;
                     setup
                 })
             };
@@ -885,7 +885,7 @@ fn what_cannot_run_over_ranks_is_refused() {
     let place = Place::new();
     let mut supervised = plain(&place, &place.out("supervised"));
     supervised.run.objective = Objective::Imitate;
-    supervised.algorithm.split.leaves = 2;
+    supervised.algorithm.split.settings.leaves = Some(2);
     let told = told(&run(supervised).unwrap_err());
-    assert!(told.contains("Split::leaves") && told.contains("one process"), "{told}");
+    assert!(told.contains("Division::leaves") && told.contains("one process"), "{told}");
 }

@@ -12,8 +12,8 @@ use omnigrpo_observe::{Console, RunLock, Trackers};
 use omnigrpo_rewards::{RewardOptions, build};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    AdamWConfig, Algorithm, RecordPlan, RowPlan, RunPlan, RunSummary, SavePlan, SaveWhen, Selection, Signals,
-    SkipPolicy, TrainError, TrainSetup, train,
+    AdamWConfig, Algorithm, Divided, RecordPlan, RowPlan, RunPlan, RunSummary, SavePlan, SaveWhen, Selection,
+    Signals, SkipPolicy, TrainError, TrainSetup, train,
 };
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
@@ -30,14 +30,15 @@ pub fn dataset(file: &Path, root: &Path) -> Dataset {
 }
 
 /// The settings of `replay/*.json`.
-pub fn algorithm(num_generations: usize, max_completion_length: usize) -> Algorithm {
-    Algorithm {
+pub fn algorithm(num_generations: usize, max_completion_length: usize) -> Divided {
+    let algorithm = Algorithm {
         num_generations,
         sampling: SamplingParams { max_completion_length, seed: 3, ..SamplingParams::default() },
         prompts_per_micro_batch: 64,
         seed: 3,
         ..Algorithm::default()
-    }
+    };
+    algorithm.into()
 }
 
 pub fn optimizer() -> AdamWConfig {

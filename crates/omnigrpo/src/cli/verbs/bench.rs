@@ -25,7 +25,7 @@ use omnigrpo_train::roofline::{
     RolloutShape, decode_bytes, gemm_rate, median, memory_rate, policy_flops, secs, useful_flops,
 };
 use omnigrpo_train::{
-    AdamW, AdamWConfig, Algorithm, Collector, PreparedRow, Selection, UpdateAt, peak_memory_bytes, prepare,
+    AdamW, AdamWConfig, Collector, Divided, PreparedRow, Selection, UpdateAt, peak_memory_bytes, prepare,
     update,
 };
 use serde_json::json;
@@ -282,7 +282,7 @@ fn checkpoint(settings: &Settings, dir: &Path) -> Result<()> {
     Ok(())
 }
 
-fn algorithm(settings: &Settings) -> Algorithm {
+fn algorithm(settings: &Settings) -> Divided {
     let length = settings.bench.completion_tokens;
     let mut algorithm = settings.algorithm.clone();
     algorithm.sampling = SamplingParams {
@@ -295,7 +295,7 @@ fn algorithm(settings: &Settings) -> Algorithm {
         // There is no second policy to compare with. The step computes the same for the KL alone.
         algorithm.alpha = 0.0;
     }
-    algorithm
+    algorithm.into()
 }
 
 fn prompts(settings: &Settings, start: &Checkpoint) -> Result<PromptBuilder> {

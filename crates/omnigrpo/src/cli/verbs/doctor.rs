@@ -13,7 +13,7 @@ use omnigrpo_models::{
 use omnigrpo_ops::Device;
 use omnigrpo_text::{StopSet, Tokenizer};
 use omnigrpo_train::{
-    AdamWConfig, Algorithm, MemoryOf, MemoryPlan, ReferenceKept, STREAM_ROWS, Selection, Work, room,
+    AdamWConfig, Algorithm, Divided, MemoryOf, MemoryPlan, ReferenceKept, STREAM_ROWS, Selection, Work, room,
 };
 
 use super::{Context, print, rates, setup};
@@ -200,7 +200,7 @@ fn needed(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
         ("LoRA, 8 bit", Some(&Selection::NONE), true, Some(QuantBits::Eight)),
         ("LoRA, 4 bit", Some(&Selection::NONE), true, Some(QuantBits::Four)),
     ];
-    let (algorithm, optimizer) = (Algorithm::default(), AdamWConfig::default());
+    let (algorithm, optimizer) = (Divided::from(Algorithm::default()), AdamWConfig::default());
     let stream = SftExample {
         prompt: Prompt {
             ids: vec![0],

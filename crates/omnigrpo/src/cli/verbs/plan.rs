@@ -6,8 +6,8 @@ use omnigrpo_models::MediumShape;
 use omnigrpo_ops::{Device, Rates};
 use omnigrpo_text::Form;
 use omnigrpo_train::{
-    Algorithm, Forecast, Limit, Longest, Memory, Need, Objective, Offload, Phase, Prepared, RunPlan,
-    StepTime, Variant, fits, room,
+    Divided, Forecast, Limit, Longest, Memory, Need, Objective, Offload, Phase, Prepared, RunPlan, StepTime,
+    Variant, fits, room,
 };
 use serde_json::{Map, Value as Json, json};
 
@@ -394,7 +394,7 @@ fn ways(resolved: &Resolved, context: &Context, prepared: &Prepared) -> Result<V
         let variant = Variant {
             model: Some(&setup::model_plan(&settings, checkpoint, device)),
             selection: &setup::selection(&settings, checkpoint.family()),
-            algorithm: &Algorithm { split: prepared.split().clone(), ..settings.algorithm.clone() },
+            algorithm: &Divided { algorithm: settings.algorithm.clone(), split: prepared.split().clone() },
             optimizer: &settings.optimizer,
             plan: &RunPlan { objective, ..settings.run.clone() },
             media_bytes: setup::media_bytes(&settings),

@@ -13,8 +13,8 @@ use omnigrpo_ops::Device;
 use omnigrpo_ranks::Ranks;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    Algorithm, CardPlan, Curves, EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, Offload, Output,
-    Policy, Prepared, RecordPlan, ResumeFrom, ResumePlan, Run, RunPlan, RunSummary, Split, Trained, room,
+    CardPlan, Curves, Divided, EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, Offload, Output, Policy,
+    Prepared, RecordPlan, ResumeFrom, ResumePlan, Run, RunPlan, RunSummary, Trained, room,
 };
 use serde_json::{Map, Value};
 
@@ -349,7 +349,7 @@ pub fn prepare(
         reward_bytes: reward_bytes.unwrap_or(0),
         reward_files: setup::reward_files(settings),
         reward_weights: digests.map(|digests| digests.all()).unwrap_or_default(),
-        algorithm: Algorithm { split: split_of(settings, context, leaves), ..settings.algorithm.clone() },
+        algorithm: divided(settings, context, leaves),
         optimizer: settings.optimizer.clone(),
         selection: setup::selection(settings, checkpoint.family()),
         reference_device,
@@ -381,15 +381,18 @@ fn remark(settings: &Settings, context: &Context, device: Device, objective: Obj
     Ok(())
 }
 
-/// Returns the division of a step over the ranks of this run, or of the planned one.
-fn split_of(settings: &Settings, context: &Context, leaves: usize) -> Split {
-    let mut split = settings.algorithm.split.clone();
-    (split.ranks, split.leaves, split.local) = (context.ranks.clone(), leaves, context.local_ranks);
-    if settings.io.dry_run {
-        split.ranks = Ranks::planned(settings.env.processes.max(1));
-        split.local = settings.ranks.nproc_per_node.unwrap_or(1);
-    }
-    split
+/// Returns the algorithm, divided over the ranks of this run or of the planned one.
+fn divided(settings: &Settings, context: &Context, leaves: usize) -> Divided {
+    let mut algorithm = settings.algorithm.clone();
+    algorithm.split.leaves = Some(leaves);
+    let (ranks, local) = match settings.io.dry_run {
+        true => {
+            let ranks = Ranks::planned(settings.env.processes.max(1));
+            (ranks, settings.ranks.nproc_per_node.unwrap_or(1))
+        }
+        false => (context.ranks.clone(), context.local_ranks),
+    };
+    Divided::new(algorithm, ranks, local)
 }
 
 /// Returns the plan of the settings, with the contents that only the program knows.
