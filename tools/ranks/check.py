@@ -63,7 +63,7 @@ def trainer(program, scratch):
 
 def check(train, scratch):
     alone = done(train("alone", 4))
-    expect("a step takes 4 prompts of 4 completions\n" in alone, alone)
+    expect("a step takes 4 prompts of 4 completions:" in alone, alone)
     for name, launcher in [("open-mpi", OPEN_MPI), ("mpich", MPICH)]:
         said = done([*launcher, *train(name, 2)])
         expect("a step takes 4 prompts of 4 completions, on 2 ranks" in said, said)

@@ -39,7 +39,7 @@ impl Default for LoraConfig {
     /// Returns rank 64 with alpha 128 on every linear layer of the language model.
     fn default() -> Self {
         let targets = vec!["all-linear".to_owned()];
-        Self { rank: 64, alpha: 128.0, dropout: 0.05, rslora: false, targets, seed: 42 }
+        Self { rank: 64, alpha: 128.0, dropout: 0.0, rslora: false, targets, seed: 42 }
     }
 }
 

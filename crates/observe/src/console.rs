@@ -270,30 +270,49 @@ impl Console {
         }
     }
 
-    /// Starts a stage of `total` parts.
+    /// Starts a stage of `total` parts of about equal work.
     #[must_use]
     pub fn progress(&self, stage: &str, total: u64) -> Progress {
+        self.start(stage, total, None)
+    }
+
+    /// Starts a stage with a part for each number, which is the work of the part in any unit. The remaining time follows from it.
+    #[must_use]
+    pub fn progress_of(&self, stage: &str, work: impl IntoIterator<Item = u64>) -> Progress {
+        let sums = |sum: &mut u64, part: u64| {
+            *sum = sum.saturating_add(part);
+            Some(*sum)
+        };
+        let sums: Arc<[u64]> = work.into_iter().scan(0, sums).collect();
+        self.start(stage, sums.len() as u64, Some(sums))
+    }
+
+    fn start(&self, stage: &str, total: u64, work: Option<Arc<[u64]>>) -> Progress {
         let (activity, started) = (Activity::default(), Instant::now());
         activity.enter("", started);
         let done = Arc::new(AtomicU64::new(0));
-        let beside = {
+        let beside: Beside = {
             let (activity, done) = (activity.clone(), Arc::clone(&done));
-            move || beside(&activity, done.load(Ordering::Relaxed), total, started.elapsed())
+            Arc::new(move || {
+                let work = work_done(work.as_deref(), done.load(Ordering::Relaxed), total);
+                beside(&activity, work, started.elapsed())
+            })
         };
         let shown = match &self.0.sink {
             Sink::Terminal(bars, _) => {
-                let style = style(STAGE).with_key("beside", key(beside));
+                let beside = Arc::clone(&beside);
+                let style = style(STAGE).with_key("beside", key(move || beside()));
                 let bar = ProgressBar::new(total).with_style(style).with_prefix(stage.to_owned());
                 Shown::bar(bars, bar)
             }
             Sink::Plain(_) | Sink::Listener(_) => {
-                let (stage, done) = (stage.to_owned(), Arc::clone(&done));
+                let (stage, done, beside) = (stage.to_owned(), Arc::clone(&done), Arc::clone(&beside));
                 Shown::lines(self, move || {
                     format!("{stage}: {}/{total}{}", done.load(Ordering::Relaxed), beside())
                 })
             }
         };
-        Progress { console: self.clone(), stage: stage.to_owned(), total, done, started, activity, shown }
+        Progress { console: self.clone(), stage: stage.to_owned(), total, done, beside, activity, shown }
     }
 
     /// Shows the progress of a run of `total` steps, of which `done` are complete. Progress within a step comes from
@@ -393,8 +412,19 @@ fn under_bar(latest: &Latest, width: usize) -> String {
     table.lines().map(|line| format!("\n{INDENT}{line}")).collect()
 }
 
+/// Function that returns the text beside a bar.
+type Beside = Arc<dyn Fn() -> String + Send + Sync>;
+
+/// Returns the work that is done, and all work. `sums` are the sums of the work of each part and those before it.
+fn work_done(sums: Option<&[u64]>, done: u64, total: u64) -> (u64, u64) {
+    let sum = |sums: &[u64], parts: u64| {
+        parts.checked_sub(1).and_then(|at| sums.get(usize::try_from(at).ok()?)).copied().unwrap_or(0)
+    };
+    sums.map_or((done, total), |sums| (sum(sums, done), sum(sums, total)))
+}
+
 /// Formats the text beside the bar: ` · 4.1 k tokens · 12 tok/s · 2 min 0 s left`. Parts without a value are left out.
-fn beside(activity: &Activity, done: u64, total: u64, elapsed: Duration) -> String {
+fn beside(activity: &Activity, (done, total): (u64, u64), elapsed: Duration) -> String {
     let mut out = String::new();
     let tokens = activity.tokens();
     if tokens > 0 {
@@ -477,7 +507,7 @@ pub struct Progress {
     stage: String,
     total: u64,
     done: Arc<AtomicU64>,
-    started: Instant,
+    beside: Beside,
     activity: Activity,
     shown: Shown,
 }
@@ -493,7 +523,7 @@ impl Progress {
             let tenth =
                 |done: u64| u128::from(done) * u128::from(PLAIN_PARTS) / u128::from(self.total.max(1));
             if tenth(done) > tenth(before) {
-                let beside = beside(&self.activity, done, self.total, self.started.elapsed());
+                let beside = (self.beside)();
                 self.console.line(&format!("{}: {done}/{}{beside}", self.stage, self.total));
             }
         }
@@ -667,6 +697,18 @@ mod tests {
             console.progress("nothing", 0).advance(1);
         });
         assert_eq!(log, "steps: 1/3\nsteps: 3/3\n");
+    }
+
+    #[test]
+    fn the_remaining_time_follows_the_work_and_not_the_number_of_parts() {
+        let sums = [1, 2, 3, 100];
+        let left =
+            |done| beside(&Activity::default(), work_done(Some(&sums), done, 4), Duration::from_secs(6));
+        assert_eq!(left(3), " · 3 min 14 s left");
+        assert_eq!((work_done(Some(&sums), 0, 4), work_done(Some(&[]), 0, 0)), ((0, 100), (0, 0)));
+        assert_eq!(work_done(None, 3, 4), (3, 4));
+        let log = printed(|console| console.progress_of("scoring", [5, 0, 9]).advance(2));
+        assert_eq!(log, "scoring: 2/3\n");
     }
 
     /// A log shows that the run is alive and what it is doing, however long a step takes.

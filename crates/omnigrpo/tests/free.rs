@@ -179,7 +179,10 @@ fn a_run_of_version_0_2_0_resumes() {
         }
         let told = place.run(&format!("{line} --output_dir {dir}")).ok().stderr;
         assert!(
-            told.contains("at step 3 of 5") && told.contains("using --orientation stored"),
+            told.contains("at step 3 of 5")
+                && told.contains("using --orientation stored")
+                // The file of the run names it, so there it is no surprise.
+                && told.contains("using --lora_dropout 0.05: the run resumes from a checkpoint with this setting") == (dir == "run"),
             "{dir}: {told}"
         );
         let state: Value =

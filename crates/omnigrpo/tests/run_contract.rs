@@ -429,7 +429,7 @@ fn batches_are_counted_as_the_source_counts() {
                 --threads 1 --max_steps 1 --save_strategy no --batch_unit completions";
     let sizes = "--per_device_train_batch_size 4 --gradient_accumulation_steps 3";
     let said = place.run(&format!("{line} {sizes} --output_dir a")).ok().stderr;
-    assert!(said.contains("a step takes 6 prompts of 2 completions\n"), "{said}");
+    assert!(said.contains("a step takes 6 prompts of 2 completions: 12 answers of at most "), "{said}");
     assert!(said.contains("a batch of 12 counts completions, as the source"), "{said}");
     let metrics = place.lines("a/metrics.jsonl");
     assert_eq!(metrics.len(), 1);

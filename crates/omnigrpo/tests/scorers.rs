@@ -150,6 +150,23 @@ fn the_preset_trains_and_evaluates_with_a_clip() {
     assert!(eval.stdout.contains("rewards/explanation"), "{}", eval.stdout);
 }
 
+/// Plain texts have nothing that a reward of explanations reads, and the program says so.
+#[test]
+fn a_reward_that_applies_to_no_row_is_named() {
+    let place = place();
+    place.write(
+        "said.jsonl",
+        json!({ "prompt": "Why?", "solution": "3", "completions": [{ "text": "It is 3." }] }).to_string(),
+    );
+    let line = format!(
+        "rewards run --input said.jsonl --output out.jsonl --reward_funcs accuracy bertscore --bertscore_model {}",
+        scorer("roberta")
+    );
+    let ran = place.run(&line).ok();
+    let told = "the reward `bertscore` applies to no row, so all of its scores are null; it is the BERTScore F1 of the <explain> text";
+    assert!(ran.stderr.contains(told) && !ran.stderr.contains("`accuracy` applies"), "{}", ran.stderr);
+}
+
 /// A reward model by its directory, together with a reward of the table.
 #[test]
 fn a_reward_model_is_named_by_its_directory() {

@@ -1791,7 +1791,7 @@ fn the_console_says_what_is_not_obvious() {
         .run(&format!("{train} --output_dir one --num_generations 1 --gradient_accumulation_steps 2"))
         .ok()
         .stderr;
-    assert!(shown.contains("a step takes 2 prompts of 1 completion\n"), "{shown}");
+    assert!(shown.contains("a step takes 2 prompts of 1 completion: 2 answers of at most "), "{shown}");
     assert!(shown.contains("device: cpu"), "{shown}");
 
     // Settings about sound need a family that takes it.

@@ -12,7 +12,7 @@ use serde_json::{Map, Value as Json, json};
 
 use crate::flags::{self, Flag, Kind, Section, Verb};
 use crate::run::{Rewards, Settings, Turns};
-use crate::values::Values;
+use crate::values::{Given, Origin, Raw, Values};
 
 /// Name of the number of gradient leaves in a checkpoint. One leaf has no entry.
 pub const LEAVES: &str = "gradient_leaves";
@@ -20,8 +20,30 @@ pub const LEAVES: &str = "gradient_leaves";
 /// Settings by which a step is divided over processes and batches. Their product, [`PROMPTS`], binds a run.
 const DIVIDED: [&str; 2] = ["per_device_train_batch_size", "gradient_accumulation_steps"];
 
-/// Settings whose default has changed: name, and the earlier default. It holds for checkpoints that do not name the setting.
-const EARLIER: [(&str, &str); 1] = [("orientation", "stored")];
+/// A setting whose default has changed. A run that resumes keeps the value of its checkpoint unless the user gives another.
+pub struct Earlier {
+    /// Name of the setting.
+    pub name: &'static str,
+    /// Earlier default. It holds for checkpoints that do not name the setting.
+    pub default: &'static str,
+    /// Reason that the user is told if the checkpoint does not name the setting.
+    pub why: &'static str,
+}
+
+/// All settings whose default has changed.
+pub const EARLIER: [Earlier; 2] = [
+    Earlier {
+        name: "orientation",
+        default: "stored",
+        why: "the checkpoint to resume from is of a program that did not turn pictures and clips, and the model keeps the same \
+              pixels; `--orientation upright` turns them",
+    },
+    Earlier {
+        name: "lora_dropout",
+        default: "0.05",
+        why: "the checkpoint to resume from is of a program with this default",
+    },
+];
 
 /// Returns every setting that must not change when a run resumes.
 pub fn binding(values: &Values, settings: &Settings, verb: Verb, leaves: usize) -> Map<String, Json> {
@@ -90,18 +112,19 @@ pub fn shaping(values: &Values, settings: &Settings, verb: Verb) -> Map<String, 
 pub fn earlier(verb: Verb) -> Map<String, Json> {
     let defaults = Values::defaults(verb);
     let own = defaults.binding(verb).map(|(flag, value)| (flag.name.to_owned(), value));
-    own.chain(EARLIER.map(|(name, value)| (name.to_owned(), value.into()))).collect()
+    let value = |changed: &Earlier| {
+        let read = flags::find(changed.name).and_then(|flag| {
+            Given::read(flag, &Raw::Arguments(vec![changed.default.to_owned()]), Origin::Default).ok()
+        });
+        read.map_or(Json::Null, |given| given.value.json())
+    };
+    own.chain(EARLIER.iter().map(|changed| (changed.name.to_owned(), value(changed)))).collect()
 }
 
 /// Returns the settings that never bind a checkpoint of this verb. Earlier versions stored some of them.
 pub fn free(verb: Verb) -> Vec<&'static str> {
     let own = flags::all().filter(|flag| !flag.binds(verb)).map(|flag| flag.name);
     own.chain(DIVIDED).collect()
-}
-
-/// Returns the earlier default of a setting whose default has changed.
-pub fn earlier_default(name: &str) -> Option<&'static str> {
-    EARLIER.iter().find(|(known, _)| *known == name).map(|(_, value)| *value)
 }
 
 impl Settings {

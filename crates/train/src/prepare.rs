@@ -788,17 +788,22 @@ fn shown(digest: u64) -> Value {
 
 /// Returns a line about the work of a step.
 fn step_takes(plan: &RunPlan, algorithm: &Divided) -> String {
-    let prompts = plan.prompts_per_step;
-    let plural = if prompts == 1 { "" } else { "s" };
-    let one = match (plan.objective, algorithm.num_generations) {
-        (Objective::Imitate, _) => format!("a step takes {prompts} answer{plural}"),
-        (Objective::Reinforce, 1) => format!("a step takes {prompts} prompt{plural} of 1 completion"),
-        (Objective::Reinforce, each) => {
-            format!("a step takes {prompts} prompt{plural} of {each} completions")
-        }
+    let many = |number: usize, one: &str| format!("{number} {one}{}", if number == 1 { "" } else { "s" });
+    let (prompts, each, ranks) = (plan.prompts_per_step, algorithm.num_generations, &algorithm.split.ranks);
+    let on = match ranks.size() {
+        1 => String::new(),
+        size => format!(", on {size} ranks ({})", ranks.engine()),
     };
-    let ranks = &algorithm.split.ranks;
-    if ranks.size() == 1 { one } else { format!("{one}, on {} ranks ({})", ranks.size(), ranks.engine()) }
+    match plan.objective {
+        Objective::Imitate => format!("a step takes {}{on}", many(prompts, "answer")),
+        Objective::Reinforce => format!(
+            "a step takes {} of {}{on}: {} of at most {}",
+            many(prompts, "prompt"),
+            many(each, "completion"),
+            many(prompts * each, "answer"),
+            many(algorithm.sampling.max_completion_length, "token"),
+        ),
+    }
 }
 
 /// Returns the maximum number of stored media, given the rows and the draws. A row with `meta.dynamic_sample` may be drawn with

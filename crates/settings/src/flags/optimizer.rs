@@ -150,7 +150,7 @@ pub const FLAGS: &[Flag] = &[
     row("lora_dropout", float(0.0, 0.999), at!(lora.dropout), TUNES)
         .help(
             "Share of an adapter's inputs that is dropped in policy passes. Sampling, scoring and the reference \
-             drop nothing.",
+             drop nothing, so with more than 0 the first update cannot reuse the rollout's forward pass.",
         )
         .idle(|s, _| no_new_adapter(s)),
     row("lora_target_modules", Words, at!(lora.targets), TUNES)
@@ -180,5 +180,5 @@ pub const FLAGS: &[Flag] = &[
         Place { field: "run.prompts_per_step", ..at!(batch.accumulation) },
         STEPS,
     )
-    .help("Batches per optimizer step."),
+    .help("Batches per optimizer step. The first lines of a run say how many completions a step takes."),
 ];

@@ -117,7 +117,9 @@ pub fn score(settings: &Settings, context: &Context) -> Result<()> {
     keep_media(settings, checkpoint);
     let mut lines = Vec::new();
     let mut failed = 0;
-    let mut progress = context.console.progress("scoring", dataset.len());
+    // A row takes time by the length of its text.
+    let letters = |row| dataset.get(row).map_or(0, |sample| letters(&sample.columns.into()));
+    let mut progress = context.console.progress_of("scoring", (0..dataset.len()).map(letters));
     let rows: Vec<u64> = (0..dataset.len()).collect();
     omnigrpo_train::score_recorded(
         &model,
@@ -142,6 +144,16 @@ pub fn score(settings: &Settings, context: &Context) -> Result<()> {
     drop(progress);
     write_lines(output, &lines)?;
     all_rows(failed, dataset.len())
+}
+
+/// Returns the number of bytes of all texts in a row.
+fn letters(value: &Value) -> u64 {
+    match value {
+        Value::String(text) => text.len() as u64,
+        Value::Array(values) => values.iter().map(letters).sum(),
+        Value::Object(fields) => fields.values().map(letters).sum(),
+        _ => 1,
+    }
 }
 
 fn scored_row(prompts: &PromptBuilder, scored: &Recorded) -> Result<Value, TrainError> {

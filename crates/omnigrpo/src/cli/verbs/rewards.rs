@@ -14,13 +14,18 @@ use super::{Context, print, setup};
 use crate::settings::problem::Problem;
 use crate::settings::{Keep, Settings};
 
+/// Returns the name, the description and the source of every reward.
+fn documented() -> impl Iterator<Item = (&'static str, String, &'static str)> {
+    let rewards = omnigrpo_rewards::table().iter().map(|row| (row.name, (row.doc)(), row.source));
+    let scorers = omnigrpo_scorers::table().iter().map(|row| (row.name, (row.doc)(), row.source));
+    rewards.chain(scorers)
+}
+
 /// Prints the table of rewards.
 pub fn list() -> Result<()> {
     let mut out = String::new();
     let columns = stdout_columns().unwrap_or(80);
-    let rewards = omnigrpo_rewards::table().iter().map(|row| (row.name, (row.doc)(), row.source));
-    let scorers = omnigrpo_scorers::table().iter().map(|row| (row.name, (row.doc)(), row.source));
-    let rows: Vec<_> = rewards.chain(scorers).collect();
+    let rows: Vec<_> = documented().collect();
     let width = rows.iter().map(|row| row.0.len()).max().unwrap_or(0);
     for (mut name, doc, source) in rows {
         // Continuation lines are indented by two columns, so they are narrower.
@@ -70,6 +75,18 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
         context.console.line(&format!("kept {} of {all} completions of {} rows", lines.len(), rows.len()));
     }
     super::infer::write_lines(output, &lines)?;
+    for name in rewards.names() {
+        let is_null =
+            |row: &EvalRow| row.rewards.get(name).is_none_or(|scores| scores.iter().all(Option::is_none));
+        if !rows.is_empty() && rows.iter().all(is_null) {
+            let doc = documented()
+                .find(|row| row.0 == name)
+                .map_or_else(String::new, |(_, doc, _)| format!("; it is the {doc}"));
+            context.console.warning(&format!(
+                "the reward `{name}` applies to no row, so all of its scores are null{doc}"
+            ));
+        }
+    }
     let summary = summarize(&rows, &rewards, &measures)?;
     super::summary::write(output, &summary)?;
     print(&super::summary::tables(&summary))?;

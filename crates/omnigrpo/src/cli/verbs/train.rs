@@ -106,38 +106,39 @@ pub fn once(
     result
 }
 
-/// Setting whose default differs from what the program did before it had the setting.
-const ORIENTATION: &str = "orientation";
-
-/// Settings of a run that resumes a checkpoint of another orientation than theirs, unless the user gives one, and a note about it.
-fn of_orientation(resolved: &Resolved, output_dir: &Path) -> Result<Option<(Resolved, String)>> {
-    let value = |resolved: &Resolved| resolved.values.lookup(ORIENTATION).cloned();
-    if value(resolved).is_some_and(|(_, origin)| origin.is_users()) {
+/// Settings of a run that resumes a checkpoint, where a default has changed since then and the user gives no value; and notes about them.
+fn of_checkpoint(resolved: &Resolved, output_dir: &Path) -> Result<Option<(Resolved, Vec<String>)>> {
+    let Some(saved) = saved(&resolved.settings, output_dir).filter(|saved| !saved.model_only) else {
         return Ok(None);
-    }
-    let saved = saved(&resolved.settings, output_dir).filter(|saved| !saved.model_only);
-    let Some((flag, saved)) = find(ORIENTATION).zip(saved) else { return Ok(None) };
-    let named = saved.fingerprint.get(ORIENTATION).and_then(Value::as_str);
-    let kept = named.or(binding::earlier_default(ORIENTATION)).unwrap_or_default();
-    let given = Given::read(flag, &Raw::Arguments(vec![kept.to_owned()]), Origin::Flag)?;
-    if value(resolved).is_some_and(|(value, _)| value == given.value) {
-        return Ok(None);
-    }
-    let why = match named {
-        Some(_) => "the run resumes from a checkpoint with this setting",
-        None => {
-            "the checkpoint to resume from is of a program that did not turn pictures and clips, and the model keeps the same pixels; `--orientation upright` turns them"
-        }
     };
-    let mut own = resolved.clone();
-    (flag.place.set)(&mut own.settings, &given.value)?;
+    let (mut own, mut notes) = (resolved.clone(), Vec::new());
+    for changed in &binding::EARLIER {
+        let (Some(flag), now) = (find(changed.name), resolved.values.lookup(changed.name)) else { continue };
+        let is_users = now.is_some_and(|(_, origin)| origin.is_users());
+        if is_users || (flag.idle)(&resolved.settings, resolved.verb).is_some() {
+            continue;
+        }
+        let named = saved.fingerprint.get(changed.name);
+        let kept = named.map_or_else(
+            || changed.default.to_owned(),
+            |value| value.as_str().map_or_else(|| value.to_string(), str::to_owned),
+        );
+        let given = Given::read(flag, &Raw::Arguments(vec![kept.clone()]), Origin::Flag)?;
+        if now.is_some_and(|(value, _)| *value == given.value) {
+            continue;
+        }
+        let why =
+            if named.is_some() { "the run resumes from a checkpoint with this setting" } else { changed.why };
+        notes.push(format!("using --{} {kept}: {why}", changed.name));
+        (flag.place.set)(&mut own.settings, &given.value)?;
+        own.values.set(given);
+    }
     own.settings.rewards.scorers.orientation = own.settings.prompts.media.orientation;
-    own.values.set(given);
-    Ok(Some((own, format!("using --{ORIENTATION} {kept}: {why}"))))
+    Ok((!notes.is_empty()).then_some((own, notes)))
 }
 
-/// Prepares a run in a directory and returns the settings that it has. If it resumes, it reads pictures as its checkpoint did; a run
-/// that starts from the beginning, in a directory with checkpoints as well, reads them as its settings say.
+/// Prepares a run in a directory and returns the settings that it has. If it resumes, it keeps the earlier defaults of its checkpoint; a
+/// run that starts from the beginning, in a directory with checkpoints as well, has today's.
 fn prepare_in(
     output_dir: &Path,
     resolved: &Resolved,
@@ -145,15 +146,15 @@ fn prepare_in(
     objective: Objective,
 ) -> Result<(Resolved, Prepared)> {
     let prepared = |resolved: &Resolved| prepare(resolved, context, objective, Some(output_dir));
-    if let Some((own, note)) = of_orientation(resolved, output_dir)? {
-        context.console.line(&note);
+    if let Some((own, notes)) = of_checkpoint(resolved, output_dir)? {
+        notes.iter().for_each(|note| context.console.line(note));
         let prepared = prepared(&own)?;
         if prepared.resumes_from().is_some() {
             return Ok((own, prepared));
         }
         context
             .console
-            .line("the run does not resume from that checkpoint, so it has the orientation of its settings");
+            .line("the run does not resume from that checkpoint, so it has the defaults of this version");
     }
     Ok((resolved.clone(), prepared(resolved)?))
 }
