@@ -19,6 +19,10 @@ use crate::Error;
 
 /// Constant added to a standard deviation before dividing by it, following TRL.
 const STD_EPSILON: f64 = 1e-4;
+/// Constant added to a standard deviation by [`AdvantageKind::PassAtK`], following verl.
+const PASS_EPSILON: f64 = 1e-6;
+/// Constant added to a variance by [`AdvantageKind::Whitened`], following verl.
+const WHITEN_EPSILON: f64 = 1e-8;
 /// Lower bound of the population deviation in [`AdvantageKind::GroupStdClamped`].
 const STD_CLAMP: f64 = 0.01;
 /// Multiple of `max(1, max|R|)` below which a deviation is attributed to rounding.
@@ -43,6 +47,16 @@ pub enum AdvantageKind {
     /// mean and deviation of the complete batch are used instead; a group of equal rewards can then have a non-zero
     /// advantage.
     GroupStdClamped,
+    /// `R` minus the mean of the other rows of the group: `(R - mean_group) n / (n - 1)` (RLOO, arXiv 2402.14740).
+    LeaveOneOut,
+    /// `(R - m) / sqrt(v + 1e-8)`, with mean and sample variance over all tokens of the batch, each with its row's reward
+    /// (REINFORCE++, arXiv 2501.03262; verl `reinforce_plus_plus` with `gamma` 1).
+    Whitened,
+    /// [`Self::Whitened`] of `R - mean_group` (verl `reinforce_plus_plus_baseline`).
+    GroupCenterWhitened,
+    /// `(R - second) / (std_group + 1e-6)` for the first best row of a group, with the second largest reward; 0 for all others
+    /// (arXiv 2503.19595, verl `grpo_passk`).
+    PassAtK,
 }
 
 /// Advantages of a batch of groups, with the statistics they are computed from.
@@ -63,17 +77,23 @@ pub struct Advantages {
 ///
 /// # Shapes
 /// `rewards`: `[prompts * group_size]`, prompt-major; `alpha` multiplies every advantage (`grpo_alpha`; 1 leaves them unchanged).
+/// `lengths`: `[prompts * group_size]`, the tokens of each row, which kinds with a mean over tokens read.
 ///
 /// # Errors
-/// Returns an error if the group size is 0, or if the number of rows is not a multiple of it. Also returns an error if a reward
-/// is NaN, infinite or beyond 1e100, or if `alpha` is not finite.
+/// Returns an error if the group size is 0, or if the number of rows is not a multiple of it or of another number than the lengths. Also
+/// returns an error if a reward is NaN, infinite or beyond 1e100, or if `alpha` is not finite.
 pub fn advantages(
     rewards: &[Option<f64>],
     group_size: usize,
     kind: AdvantageKind,
     alpha: f64,
+    lengths: &[usize],
 ) -> Result<Advantages, Error> {
     check_groups("advantage", rewards.len(), group_size)?;
+    if lengths.len() != rewards.len() {
+        let (got, expected) = (lengths.len(), rewards.len());
+        return Err(Error::Length { what: "lengths", got, expected, per: "one per reward" });
+    }
     check_finite("reward", rewards.iter().copied())?;
     if !alpha.is_finite() {
         return Err(Error::Setting { setting: "alpha", value: alpha, expected: "a finite number" });
@@ -87,7 +107,20 @@ pub fn advantages(
     let mut values = Vec::with_capacity(rewards.len());
     for (rows, group) in rewards.chunks(group_size).zip(&groups) {
         let base = if whole_batch { &batch } else { group };
+        let count = rows.iter().flatten().count() as f64;
         let scale = match kind {
+            AdvantageKind::LeaveOneOut => (count - 1.0) / count,
+            AdvantageKind::PassAtK => {
+                values.extend(best(rows).into_iter().map(|lead| alpha * lead / (group.std + PASS_EPSILON)));
+                continue;
+            }
+            AdvantageKind::Whitened | AdvantageKind::GroupCenterWhitened => {
+                let center = if kind == AdvantageKind::Whitened { Some(0.0) } else { base.mean };
+                values.extend(
+                    rows.iter().map(|reward| reward.zip(center).map_or(0.0, |(reward, mean)| reward - mean)),
+                );
+                continue;
+            }
             AdvantageKind::GroupStd => group.std + STD_EPSILON,
             AdvantageKind::Batch => batch.std + STD_EPSILON,
             AdvantageKind::GroupCenter => 1.0,
@@ -98,7 +131,37 @@ pub fn advantages(
             _ => 0.0,
         }));
     }
+    if matches!(kind, AdvantageKind::Whitened | AdvantageKind::GroupCenterWhitened) {
+        whiten(&mut values, rewards, lengths, alpha);
+    }
     Ok(with_groups(values, &groups))
+}
+
+/// Returns the lead of the first best row of a group over the second best reward, and 0 for the others.
+fn best(rows: &[Option<f64>]) -> Vec<f64> {
+    let mut lead = vec![0.0; rows.len()];
+    let scored = || rows.iter().enumerate().filter_map(|(row, reward)| Some((row, (*reward)?)));
+    // The first of equal rewards.
+    let first = scored().reduce(|best, next| if next.1 > best.1 { next } else { best });
+    if let Some((row, most)) = first {
+        let others = scored().filter(|(other, _)| *other != row).map(|(_, reward)| reward);
+        lead[row] = others.reduce(f64::max).map_or(0.0, |second| most - second);
+    }
+    lead
+}
+
+/// Subtracts the mean over all tokens and divides by their deviation, for scorable rows.
+fn whiten(values: &mut [f64], rewards: &[Option<f64>], lengths: &[usize], alpha: f64) {
+    let tokens = |row: usize| if rewards[row].is_some() { lengths[row] as f64 } else { 0.0 };
+    let count: f64 = (0..values.len()).map(tokens).sum();
+    let mean = (0..values.len()).map(|row| tokens(row) * values[row]).sum::<f64>() / count;
+    let squares: f64 = (0..values.len()).map(|row| tokens(row) * (values[row] - mean).powi(2)).sum();
+    let scale = (squares / (count - 1.0) + WHITEN_EPSILON).sqrt();
+    for (row, value) in values.iter_mut().enumerate() {
+        let is_noise = squares <= count * (ZERO_STD * mean.abs().max(1.0)).powi(2);
+        *value =
+            if count < 2.0 || is_noise || tokens(row) == 0.0 { 0.0 } else { alpha * (*value - mean) / scale };
+    }
 }
 
 /// Returns the total reward of each row, `sum_k weights[k] * values[k][row]`, without the rewards that are `None`. A row whose
@@ -132,7 +195,7 @@ pub fn normalize_then_sum(
     check_groups("advantage", rows, group_size)?;
     let mut normalized = Vec::with_capacity(values.len());
     for column in values {
-        let z = advantages(column, group_size, AdvantageKind::GroupStd, 1.0)?.values;
+        let z = advantages(column, group_size, AdvantageKind::GroupStd, 1.0, &vec![1; column.len()])?.values;
         normalized.push(column.iter().zip(z).map(|(r, z)| r.map(|_| z)).collect::<Vec<_>>());
     }
     let sums: Vec<Option<f64>> = (0..rows).map(|row| sum_row(&normalized, weights, row)).collect();
@@ -254,7 +317,7 @@ mod tests {
     }
 
     fn values(rewards: &[f64], group_size: usize, kind: AdvantageKind) -> Vec<f64> {
-        advantages(&some(rewards), group_size, kind, 1.0).unwrap().values
+        advantages(&some(rewards), group_size, kind, 1.0, &vec![3; rewards.len()]).unwrap().values
     }
 
     fn assert_close(got: &[f64], expected: &[f64], tolerance: f64) {
@@ -310,7 +373,7 @@ mod tests {
         let expected: Vec<f64> = [-1.0, 1.0, -2.0, 2.0].iter().map(|d| d / (all + 1e-4)).collect();
         assert_close(&values(&rewards, 2, Batch), &expected, 1e-15);
         assert_close(&values(&rewards, 2, GroupCenter), &[-1.0, 1.0, -2.0, 2.0], 0.0);
-        let result = advantages(&some(&rewards), 2, GroupStd, 1.0).unwrap();
+        let result = advantages(&some(&rewards), 2, GroupStd, 1.0, &vec![3; rewards.len()]).unwrap();
         assert_eq!(result.group_mean, [Some(1.0), Some(12.0)]);
         assert_close(&result.group_std, &[2_f64.sqrt(), 8_f64.sqrt()], 1e-15);
         assert_eq!(result.zero_std, [false, false]);
@@ -326,7 +389,7 @@ mod tests {
 
     #[test]
     fn alpha_multiplies_and_survives_normalisation() {
-        let half = advantages(&some(&[1.0, 0.0, 0.0, 1.0]), 4, GroupStd, 0.5).unwrap();
+        let half = advantages(&some(&[1.0, 0.0, 0.0, 1.0]), 4, GroupStd, 0.5, &[3; 4]).unwrap();
         assert_close(&half.values, &[0.43294, -0.43294, -0.43294, 0.43294], 5.01e-6);
     }
 
@@ -334,7 +397,7 @@ mod tests {
     fn rows_without_a_reward_are_left_out() {
         let rewards = [Some(1.0), None, Some(3.0), None, None, None, None, Some(5.0)];
         for kind in [GroupStd, Batch, GroupCenter, GroupStdClamped] {
-            let got = advantages(&rewards, 4, kind, 1.0).unwrap();
+            let got = advantages(&rewards, 4, kind, 1.0, &vec![3; rewards.len()]).unwrap();
             assert_eq!(got.values[1], 0.0);
             assert_eq!(
                 got.values[4..],
@@ -345,9 +408,9 @@ mod tests {
             assert_eq!(got.group_mean, [Some(2.0), Some(5.0)]);
             assert_eq!(got.zero_std, [false, true]);
         }
-        let got = advantages(&rewards, 4, GroupStd, 1.0).unwrap();
+        let got = advantages(&rewards, 4, GroupStd, 1.0, &vec![3; rewards.len()]).unwrap();
         assert_close(&[got.values[2]], &[1.0 / (2_f64.sqrt() + 1e-4)], 1e-15);
-        let none = advantages(&[None; 4], 2, Batch, 1.0).unwrap();
+        let none = advantages(&[None; 4], 2, Batch, 1.0, &[3; 4]).unwrap();
         assert_eq!((none.values, none.group_mean), (vec![0.0; 4], vec![None; 2]));
     }
 
@@ -371,7 +434,7 @@ mod tests {
             assert_eq!(values(&residue, 4, kind), [0.0; 4], "{kind:?}");
         }
         let large = [1e9, 1e9 + 1e-6, 1e9, 1e9];
-        let got = advantages(&some(&large), 4, GroupStd, 1.0).unwrap();
+        let got = advantages(&some(&large), 4, GroupStd, 1.0, &vec![3; large.len()]).unwrap();
         assert_eq!((got.values, got.zero_std), (vec![0.0; 4], vec![true]));
     }
 
@@ -409,22 +472,29 @@ mod tests {
         assert!(got.values[..3].iter().chain(&got.values[6..]).all(|a| a.abs() > 1e-3));
         let total = weighted_sum(&[first, second], &[0.3, 0.7]).unwrap();
         for kind in [GroupStd, Batch, GroupCenter, GroupStdClamped] {
-            assert_eq!(advantages(&total, 3, kind, 1.0).unwrap().values[3..6], [0.0; 3], "{kind:?}");
+            assert_eq!(
+                advantages(&total, 3, kind, 1.0, &vec![3; total.len()]).unwrap().values[3..6],
+                [0.0; 3],
+                "{kind:?}"
+            );
         }
     }
 
     #[test]
     fn bad_input_is_named() {
-        assert_eq!(advantages(&some(&[1.0]), 0, GroupStd, 1.0), Err(Error::EmptyGroups));
+        assert_eq!(advantages(&some(&[1.0]), 0, GroupStd, 1.0, &[3]), Err(Error::EmptyGroups));
         assert_eq!(normalize_then_sum(&[some(&[1.0])], &[1.0], 0, 1.0), Err(Error::EmptyGroups));
-        assert_eq!(advantages(&some(&[1.0]), 1, GroupStd, 0.0).unwrap().values, [0.0]);
+        assert_eq!(advantages(&some(&[1.0]), 1, GroupStd, 0.0, &[3]).unwrap().values, [0.0]);
         assert!(matches!(
-            advantages(&some(&[1.0; 5]), 2, GroupStd, 1.0),
+            advantages(&some(&[1.0; 5]), 2, GroupStd, 1.0, &[3; 5]),
             Err(Error::PartialGroup { rows: 5, .. })
         ));
-        let error = advantages(&some(&[1.0, f64::NAN]), 2, GroupStd, 1.0).unwrap_err();
+        let error = advantages(&some(&[1.0, f64::NAN]), 2, GroupStd, 1.0, &[3; 2]).unwrap_err();
         assert!(error.to_string().contains("reward: got NaN at row 1"), "{error}");
-        assert!(advantages(&some(&[f64::MAX, -f64::MAX]), 2, GroupStd, 1.0).is_err(), "its square overflows");
+        assert!(
+            advantages(&some(&[f64::MAX, -f64::MAX]), 2, GroupStd, 1.0, &[3; 2]).is_err(),
+            "its square overflows"
+        );
         assert!(matches!(weighted_sum(&[some(&[1.0])], &[]), Err(Error::Length { .. })));
         assert!(matches!(weighted_sum(&[some(&[1.0]), vec![]], &[1.0, 1.0]), Err(Error::Length { .. })));
     }

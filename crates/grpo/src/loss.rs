@@ -7,9 +7,11 @@
 //! d_it  = lp_it - old_it                                  (0 when on-policy, with derivative 1)
 //! c_it  = exp(d_it)            RatioLevel::Token
 //! c_i   = exp(mean_t d_it)     RatioLevel::Sequence
-//! l_it  = surrogate(c, A_i, lp_it) * g_it * v_it
+//! c_i   = exp(sum_t d_it)      RatioLevel::Product
+//! l_it  = surrogate(c, A_i, lp_it) * g_it * v_it * m_i
 //! g_it  = 1 for the fraction `top_entropy` of tokens with the highest entropy, else 0; see top_entropy_tokens
 //! v_it  = weight of the difference between sampler and policy, see Correction
+//! m_i   = 0 for a completion that the policy has left behind, else 1; see LossPlan::off_policy_threshold
 //! k_it  = kl(lp_it, ref_it, c)
 //! loss  = sum_it w_i (l_it + beta k_it)  -  entropy_coef * mean_it H_it
 //! ```
@@ -39,6 +41,8 @@ use crate::metrics::MetricSums;
 
 /// Largest exponent of a probability ratio; `exp(20)` is 5e8.
 const MAX_EXPONENT: f64 = 20.0;
+/// Smallest logarithm of a weight of [`Surrogate::Vespo`]: `ln 1e-8`, as in TRL.
+const LN_LEAST_WEIGHT: f64 = -18.420_680_743_952_367;
 
 /// Per-token policy term `l` as a function of the ratio `c`, the advantage `A` and the log-probability `lp`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -70,6 +74,23 @@ pub enum Surrogate {
     },
     /// `-A lp`: the policy gradient without a ratio (REINFORCE). Its token sum is `-A log pi(completion)`.
     LogProb,
+    /// `-exp(mean_t e_t) A`, where `e_t` is `d_t` clamped to `[-low, high]` on the side that `A` pulls to: `min(d, clamp d)` if `A >
+    /// 0`, else `max(d, clamp d)`. One term per completion, whatever the ratio level (GMPO, arXiv 2507.20673; verl `geo_mean`).
+    GeometricMean {
+        /// Lower bound of a token's log-ratio, at least 0.
+        low: f64,
+        /// Upper bound of a token's log-ratio, at least 0.
+        high: f64,
+    },
+    /// `-stopgrad(phi) A lp` with `phi = exp(lambda + k ln w - lambda w)`, and `ln w = sum_t d_t + sum_t ln v_t` between `ln 1e-8`
+    /// and 20. It has a constant of its own for `A >= 0` and for `A < 0`. The weight of [`Correction`] is part of `w` (VESPO; TRL
+    /// 1.16 `get_gamma_weights`).
+    Vespo {
+        /// `k` and `lambda` for advantages of at least 0.
+        pos: [f64; 2],
+        /// `k` and `lambda` for negative advantages.
+        neg: [f64; 2],
+    },
     /// Custom function, evaluated for tokens with a nonzero advantage. It cannot be serialized.
     #[serde(skip)]
     Custom(CustomTerm),
@@ -84,6 +105,8 @@ pub enum RatioLevel {
     Token,
     /// One ratio per completion, the geometric mean of its token ratios (GSPO, arXiv 2507.18071).
     Sequence,
+    /// One ratio per completion, the product of its token ratios (RLOO, arXiv 2402.14740).
+    Product,
 }
 
 /// Weight of a token in the loss.
@@ -205,6 +228,10 @@ pub struct LossPlan {
     pub top_entropy: f64,
     /// Correction of the difference between sampler and policy.
     pub correction: Correction,
+    /// Largest mean of `smp - lp` over the tokens of a completion, in nats, up to which a completion with a negative advantage counts
+    /// in the policy term; `None` to count all. `smp` is the log-probability of the sampler if the batch has it, else `old` (off-policy
+    /// sequence mask, DeepSeek-V3.2; TRL `off_policy_mask_threshold`).
+    pub off_policy_threshold: Option<f64>,
     /// True to exclude completions that reached the length limit from the policy term, the KL and the entropy. As in TRL, they
     /// still count in the number of completions, by which [`Aggregation::SequenceMean`] and other means over completions divide.
     pub mask_truncated_completions: bool,
@@ -244,7 +271,30 @@ impl LossPlan {
                 require(positive(pos), "surrogate.pos", pos, "a finite number > 0")?;
                 require(positive(neg), "surrogate.neg", neg, "a finite number > 0")?;
             }
+            Surrogate::GeometricMean { low, high } => {
+                for (setting, bound) in [("surrogate.low", low), ("surrogate.high", high)] {
+                    require(bound.is_finite() && bound >= 0.0, setting, bound, "a finite log-ratio >= 0")?;
+                }
+                let gated = self.top_entropy < 1.0;
+                require(
+                    !gated,
+                    "top_entropy",
+                    self.top_entropy,
+                    "1, as GMPO's term belongs to the completion",
+                )?;
+            }
+            Surrogate::Vespo { pos, neg } => {
+                let names =
+                    ["surrogate.k_pos", "surrogate.lambda_pos", "surrogate.k_neg", "surrogate.lambda_neg"];
+                for (setting, value) in names.into_iter().zip([pos, neg].concat()) {
+                    require(value.is_finite() && value >= 0.0, setting, value, "a finite number >= 0")?;
+                }
+            }
             Surrogate::Ratio | Surrogate::LogProb | Surrogate::Custom(_) => {}
+        }
+        if let Some(threshold) = self.off_policy_threshold {
+            let valid = threshold.is_finite() && threshold >= 0.0;
+            require(valid, "off_policy_threshold", threshold, "a finite number of nats >= 0")?;
         }
         require(self.beta.is_finite() && self.beta >= 0.0, "beta", self.beta, "a finite number >= 0")?;
         require(self.entropy_coef.is_finite(), "entropy_coef", self.entropy_coef, "a finite number")?;
@@ -467,7 +517,7 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
         let masked = plan.mask_truncated_completions && batch.truncated[index];
         if masked || length == 0 {
             out.sums.add_completion(0.0, advantage);
-            if plan.ratio == RatioLevel::Sequence {
+            if plan.ratio != RatioLevel::Token {
                 let mut clipped = Clipped::default();
                 clipped.count(plan.surrogate, 1.0, advantage);
                 out.sums.add_clipped(&clipped, plan.ratio, 1);
@@ -476,17 +526,38 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
         }
         let logp = &batch.logp[span.clone()];
         let weight = normalizer.token_weight(plan.aggregation, length);
-        let ratios = Ratios::of(plan.ratio, logp, batch.old.map(|old| &old[span.clone()]));
-        let completion = Completion { batch, plan, span, logp, advantage, weight, ratios };
+        let old = batch.old.map(|old| &old[span.clone()]);
+        let ratios = Ratios::of(plan.ratio, logp, old);
+        let completion = Completion { batch, plan, span, logp, old, advantage, weight, ratios };
 
         let mut clipped = Clipped::default();
         let mut derivatives =
             Derivatives { of_logp: &mut out.dlogp[completion.span.clone()], of_sequence: 0.0 };
         let corrections = completion.corrections(&mut out.sums);
-        let policy = completion.policy(corrections.as_deref(), &mut clipped, &mut derivatives);
+        let is_left_behind = completion.is_left_behind();
+        if plan.off_policy_threshold.is_some() {
+            out.sums.add_left_behind(is_left_behind);
+        }
+        let policy = match plan.surrogate {
+            _ if is_left_behind => 0.0,
+            Surrogate::GeometricMean { low, high } => completion.geometric_mean(
+                [low, high],
+                corrections.as_deref(),
+                &mut clipped,
+                derivatives.of_logp,
+            ),
+            Surrogate::Vespo { pos, neg } => {
+                completion.vespo([pos, neg], corrections.as_deref(), derivatives.of_logp)
+            }
+            _ => completion.policy(corrections.as_deref(), &mut clipped, &mut derivatives),
+        };
         let kl = reference.map_or(0.0, |reference| completion.kl(reference, &mut derivatives));
-        if plan.ratio == RatioLevel::Sequence {
-            let share = derivatives.of_sequence / length as f64;
+        let share = match plan.ratio {
+            RatioLevel::Token => 0.0,
+            RatioLevel::Sequence => derivatives.of_sequence / length as f64,
+            RatioLevel::Product => derivatives.of_sequence,
+        };
+        if share != 0.0 {
             derivatives.of_logp.iter_mut().for_each(|d| *d += share);
         }
         completion.entropy(entropy_weight, &mut out);
@@ -518,6 +589,8 @@ struct Completion<'a> {
     /// Tokens of the completion in the batch.
     span: Range<usize>,
     logp: &'a [f64],
+    /// Log-probabilities under the sampling policy; `None` if that is the current one.
+    old: Option<&'a [f64]>,
     advantage: f64,
     /// Weight of each token.
     weight: f64,
@@ -536,7 +609,7 @@ impl Derivatives<'_> {
     fn add_exponent(&mut self, level: RatioLevel, t: usize, derivative: f64) {
         match level {
             RatioLevel::Token => self.of_logp[t] += derivative,
-            RatioLevel::Sequence => self.of_sequence += derivative,
+            RatioLevel::Sequence | RatioLevel::Product => self.of_sequence += derivative,
         }
     }
 }
@@ -550,7 +623,7 @@ impl Completion<'_> {
     fn corrections(&self, sums: &mut MetricSums) -> Option<Vec<f64>> {
         let correction = &self.plan.correction;
         let sampler = self.batch.sampler.filter(|_| correction.is_on())?;
-        let old = self.batch.old.map_or(self.logp, |old| &old[self.span.clone()]);
+        let old = self.old.unwrap_or(self.logp);
         let weights =
             correction.weights(old.iter().zip(&sampler[self.span.clone()]).map(|(old, smp)| old - smp));
         sums.add_corrected(correction.kind, &weights);
@@ -577,6 +650,84 @@ impl Completion<'_> {
             policy += v * term.value;
             derivatives.of_logp[t] += weight * term.d_logp;
             derivatives.add_exponent(self.plan.ratio, t, weight * term.d_ratio * ratio.d_exponent);
+        }
+        policy
+    }
+
+    /// Returns true if the policy term leaves this completion out: its advantage is negative, and the policy has moved away from it
+    /// ([`LossPlan::off_policy_threshold`]).
+    fn is_left_behind(&self) -> bool {
+        let Some(threshold) = self.plan.off_policy_threshold.filter(|_| self.advantage < 0.0) else {
+            return false;
+        };
+        let sampler = self.batch.sampler.map(|all| &all[self.span.clone()]).or(self.old);
+        let Some(sampler) = sampler else { return false };
+        let gap: f64 = sampler.iter().zip(self.logp).map(|(smp, lp)| smp - lp).sum();
+        gap / self.logp.len() as f64 > threshold
+    }
+
+    /// Returns the log-ratio of token `t`.
+    fn log_ratio(&self, t: usize) -> f64 {
+        self.old.map_or(0.0, |old| self.logp[t] - old[t])
+    }
+
+    /// Returns the sum of GMPO's term over the tokens, without their weight ([`Surrogate::GeometricMean`]). A correction enters by its
+    /// geometric mean.
+    fn geometric_mean(
+        &self,
+        [low, high]: [f64; 2],
+        corrections: Option<&[f64]>,
+        clipped: &mut Clipped,
+        of_logp: &mut [f64],
+    ) -> f64 {
+        let (a, length) = (self.advantage, self.logp.len() as f64);
+        // A token beyond the bound on the side that the advantage pulls to has no gradient.
+        let stops = |d: f64| if a > 0.0 { d > high } else { d < -low };
+        let mut sum = 0.0;
+        for t in 0..self.logp.len() {
+            let d = self.log_ratio(t);
+            clipped.applies = true;
+            clipped.low += usize::from(a < 0.0 && d < -low);
+            clipped.high += usize::from(a > 0.0 && d > high);
+            sum += match stops(d) {
+                true if a > 0.0 => high,
+                true => -low,
+                false => d,
+            };
+        }
+        if a == 0.0 {
+            return 0.0;
+        }
+        let ratio = Ratio::from_exponent(sum / length);
+        let corrected = corrections.map_or(1.0, |weights| {
+            let ln = |weight: &f64| (weight + 1e-10).ln();
+            (weights.iter().map(ln).sum::<f64>() / length).exp()
+        });
+        for (t, d) in of_logp.iter_mut().enumerate() {
+            if !stops(self.log_ratio(t)) {
+                *d -= self.weight * corrected * a * ratio.d_exponent;
+            }
+        }
+        -corrected * ratio.value * a * length
+    }
+
+    /// Returns the sum of VESPO's term over the tokens, without their weight ([`Surrogate::Vespo`]).
+    fn vespo(&self, [pos, neg]: [[f64; 2]; 2], corrections: Option<&[f64]>, of_logp: &mut [f64]) -> f64 {
+        let a = self.advantage;
+        if a == 0.0 {
+            return 0.0;
+        }
+        let ratios = (0..self.logp.len()).map(|t| self.log_ratio(t).clamp(-MAX_EXPONENT, MAX_EXPONENT));
+        let ln_correction = |weight: &f64| weight.ln().clamp(LN_LEAST_WEIGHT, MAX_EXPONENT);
+        let corrected: f64 = corrections.map_or(0.0, |weights| weights.iter().map(ln_correction).sum());
+        let ln_w = (ratios.sum::<f64>() + corrected).clamp(LN_LEAST_WEIGHT, MAX_EXPONENT);
+        let [k, lambda] = if a >= 0.0 { pos } else { neg };
+        let lambda = lambda.max(1e-4);
+        let factor = a * (lambda + k * ln_w - lambda * ln_w.exp()).exp();
+        let mut policy = 0.0;
+        for t in (0..self.logp.len()).filter(|t| self.kept(*t)) {
+            policy -= factor * self.logp[t];
+            of_logp[t] -= self.weight * factor;
         }
         policy
     }
@@ -643,9 +794,10 @@ impl<'a> Ratios<'a> {
         match (old, level) {
             (None, _) => Self::OnPolicy,
             (Some(old), RatioLevel::Token) => Self::Token { logp, old },
-            (Some(old), RatioLevel::Sequence) => {
+            (Some(old), RatioLevel::Sequence | RatioLevel::Product) => {
                 let sum: f64 = logp.iter().zip(old).map(|(lp, old)| lp - old).sum();
-                Self::Sequence(Ratio::from_exponent(sum / logp.len().max(1) as f64))
+                let over = if level == RatioLevel::Sequence { logp.len().max(1) as f64 } else { 1.0 };
+                Self::Sequence(Ratio::from_exponent(sum / over))
             }
         }
     }
@@ -686,6 +838,10 @@ fn policy_term(surrogate: Surrogate, c: f64, a: f64, logp: f64) -> Term {
             Term { value: -gate * (4.0 / tau) * a, d_logp: 0.0, d_ratio: -4.0 * gate * (1.0 - gate) * a }
         }
         Surrogate::LogProb => Term { value: -a * logp, d_logp: -a, d_ratio: 0.0 },
+        // Their terms belong to the completion: see `Completion::geometric_mean` and `Completion::vespo`.
+        Surrogate::GeometricMean { .. } | Surrogate::Vespo { .. } => {
+            Term { value: 0.0, d_logp: 0.0, d_ratio: 0.0 }
+        }
         Surrogate::Custom(CustomTerm(term)) => {
             let token = PolicyToken { ratio: Dual::ratio(c), logp: Dual::logp(logp), advantage: a };
             let Dual { value, d_ratio, d_logp } = term(token);
@@ -728,9 +884,12 @@ impl Clipped {
         let (low, high) = match surrogate {
             Surrogate::Clip { low, high, .. } => (c < 1.0 - low && a < 0.0, c > 1.0 + high && a > 0.0),
             Surrogate::Cispo { cap } => (false, c > cap && a > 0.0),
-            Surrogate::Ratio | Surrogate::Sapo { .. } | Surrogate::LogProb | Surrogate::Custom(_) => {
-                return;
-            }
+            Surrogate::Ratio
+            | Surrogate::Sapo { .. }
+            | Surrogate::LogProb
+            | Surrogate::GeometricMean { .. }
+            | Surrogate::Vespo { .. }
+            | Surrogate::Custom(_) => return,
         };
         self.applies = true;
         self.low += usize::from(low);

@@ -115,6 +115,8 @@ pub struct MetricSums {
     corrected: Moments,
     corrected_min: Option<f64>,
     corrected_max: Option<f64>,
+    /// 1 for each completion that the off-policy mask drops, 0 for each other one.
+    left_behind: Moments,
     // Sums of the rollout.
     lengths: Lengths,
     terminated: Lengths,
@@ -155,13 +157,17 @@ impl MetricSums {
         }
     }
 
+    pub(crate) fn add_left_behind(&mut self, is_left: bool) {
+        self.left_behind.push(f64::from(is_left));
+    }
+
     pub(crate) fn add_clipped(&mut self, clipped: &Clipped, level: RatioLevel, tokens: usize) {
         if !clipped.applies || tokens == 0 {
             return;
         }
         let (low, high) = (clipped.low as f64 / tokens as f64, clipped.high as f64 / tokens as f64);
         // With sequence ratios, a completion is one unit, as in TRL.
-        let units = if level == RatioLevel::Sequence { 1 } else { tokens as u64 };
+        let units = if level != RatioLevel::Token { 1 } else { tokens as u64 };
         self.clip_units += units;
         self.clip_low += low * units as f64;
         self.clip_high += high * units as f64;
@@ -250,6 +256,7 @@ impl MetricSums {
         self.clip_low_min = extreme(self.clip_low_min, other.clip_low_min, f64::min);
         self.clip_high_max = extreme(self.clip_high_max, other.clip_high_max, f64::max);
         self.corrected.merge(&other.corrected);
+        self.left_behind.merge(&other.left_behind);
         self.corrected_min = extreme(self.corrected_min, other.corrected_min, f64::min);
         self.corrected_max = extreme(self.corrected_max, other.corrected_max, f64::max);
         self.lengths.merge(&other.lengths);
@@ -298,6 +305,9 @@ impl MetricSums {
                 put("sampling/importance_sampling_ratio/min", self.corrected_min);
                 put("sampling/importance_sampling_ratio/mean", self.corrected.mean());
                 put("sampling/importance_sampling_ratio/max", self.corrected_max);
+            }
+            if self.left_behind.count > 0 {
+                put("off_policy_mask/dropped_ratio", self.left_behind.mean());
             }
             put("advantage_abs", mean(self.advantage_abs, self.loss_completions));
         }
@@ -363,7 +373,8 @@ mod tests {
 
     fn record(sums: &mut MetricSums, accuracy: &[Option<f64>], format: &[Option<f64>]) {
         let totals = weighted_sum(&[accuracy.to_vec(), format.to_vec()], &[1.0, 0.5]).unwrap();
-        let advantages = advantages(&totals, 2, AdvantageKind::GroupStd, 1.0).unwrap();
+        let advantages =
+            advantages(&totals, 2, AdvantageKind::GroupStd, 1.0, &vec![3; totals.len()]).unwrap();
         sums.add_rewards(&[("accuracy", accuracy), ("format_graded", format)], &totals, &advantages.zero_std)
             .unwrap();
     }

@@ -1,5 +1,6 @@
 //! Papers that describe a loss, for citation in published models.
 
+use crate::advantage::AdvantageKind;
 use crate::loss::{Aggregation, LossPlan, RatioLevel, Surrogate};
 
 /// Citation of a paper.
@@ -58,6 +59,27 @@ const SAPO: Paper = Paper {
     author: "Gao, Chang",
     year: 2025,
 };
+const GMPO: Paper = Paper {
+    method: "GMPO",
+    arxiv: "2507.20673",
+    title: "Geometric-Mean Policy Optimization",
+    author: "Zhao, Yuzhong",
+    year: 2025,
+};
+const RLOO: Paper = Paper {
+    method: "RLOO",
+    arxiv: "2402.14740",
+    title: "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs",
+    author: "Ahmadian, Arash",
+    year: 2024,
+};
+const REINFORCE_PLUS_PLUS: Paper = Paper {
+    method: "REINFORCE++",
+    arxiv: "2501.03262",
+    title: "REINFORCE++: A Simple and Efficient Approach for Aligning Large Language Models",
+    author: "Hu, Jian",
+    year: 2025,
+};
 
 impl Paper {
     /// Formats a BibTeX entry.
@@ -73,8 +95,9 @@ impl Paper {
 }
 
 impl LossPlan {
-    /// Returns the papers whose methods this loss uses, beginning with GRPO.
-    pub fn papers(&self) -> Vec<Paper> {
+    /// Returns the papers whose methods this loss and these advantages use, beginning with GRPO.
+    pub fn papers(&self, advantage: AdvantageKind) -> Vec<Paper> {
+        let whitens = matches!(advantage, AdvantageKind::Whitened | AdvantageKind::GroupCenterWhitened);
         let higher = matches!(self.surrogate, Surrogate::Clip { low, high, .. } if high > low);
         let each = [
             (true, GRPO),
@@ -82,8 +105,12 @@ impl LossPlan {
             (self.ratio == RatioLevel::Sequence, GSPO),
             (matches!(self.surrogate, Surrogate::Cispo { .. }), CISPO),
             (matches!(self.surrogate, Surrogate::Sapo { .. }), SAPO),
+            (matches!(self.surrogate, Surrogate::GeometricMean { .. }), GMPO),
+            (advantage == AdvantageKind::LeaveOneOut, RLOO),
+            (whitens, REINFORCE_PLUS_PLUS),
             (
                 matches!(self.surrogate, Surrogate::Clip { .. })
+                    && !whitens
                     && (self.aggregation == Aggregation::TokenMeanGlobal
                         || higher && self.ratio == RatioLevel::Token),
                 DAPO,
@@ -101,7 +128,7 @@ mod tests {
     fn every_recipe_cites_grpo_and_its_own_paper() {
         let of = |name: &str| {
             let recipe = RECIPES.iter().find(|recipe| recipe.name == name).unwrap();
-            recipe.loss.papers().iter().map(|paper| paper.method).collect::<Vec<_>>()
+            recipe.loss.papers(recipe.advantage).iter().map(|paper| paper.method).collect::<Vec<_>>()
         };
         assert_eq!(of("grpo"), ["GRPO"]);
         assert_eq!(of("bnpo"), ["GRPO"]);
@@ -113,7 +140,7 @@ mod tests {
         // The arXiv number in a recipe's source must be that of one of its papers.
         for recipe in RECIPES.iter().filter(|recipe| recipe.source.contains("arXiv")) {
             assert!(
-                recipe.loss.papers().iter().any(|paper| recipe.source.contains(paper.arxiv)),
+                recipe.loss.papers(recipe.advantage).iter().any(|paper| recipe.source.contains(paper.arxiv)),
                 "{}",
                 recipe.name
             );

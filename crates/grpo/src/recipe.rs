@@ -45,6 +45,7 @@ const GRPO: LossPlan = LossPlan {
     entropy_coef: 0.0,
     top_entropy: 1.0,
     correction: Correction::OFF,
+    off_policy_threshold: None,
     mask_truncated_completions: false,
 };
 
@@ -114,6 +115,65 @@ pub const RECIPES: &[Recipe] = &[
         advantage: AdvantageKind::GroupStd,
         alpha: 1.0,
         loss: LossPlan { surrogate: Surrogate::Sapo { pos: 1.0, neg: 1.05 }, ..GRPO },
+    },
+    Recipe {
+        name: "luspo",
+        summary: "gspo with the sum over tokens: long completions count by their length",
+        source: "LUSPO as in TRL 1.16; clip 3e-4 and 4e-4 as gspo",
+        advantage: AdvantageKind::GroupStd,
+        alpha: 1.0,
+        loss: LossPlan {
+            surrogate: Surrogate::Clip { low: 3e-4, high: 4e-4, delta: None },
+            ratio: RatioLevel::Sequence,
+            aggregation: Aggregation::TokenSum,
+            beta: 0.0,
+            ..GRPO
+        },
+    },
+    Recipe {
+        name: "vespo",
+        summary: "a smooth weight of the whole completion's ratio, which falls on both sides of 1",
+        source: "VESPO as in TRL 1.16; k and lambda 2 and 3, 3 and 2 for negative advantages",
+        advantage: AdvantageKind::GroupStd,
+        alpha: 1.0,
+        loss: LossPlan {
+            surrogate: Surrogate::Vespo { pos: [2.0, 3.0], neg: [3.0, 2.0] },
+            aggregation: Aggregation::TokenMeanGlobal,
+            beta: 0.0,
+            ..GRPO
+        },
+    },
+    Recipe {
+        name: "gmpo",
+        summary: "the geometric mean of token ratios, each clipped to exp(-0.4) and exp(0.4)",
+        source: "GMPO, arXiv 2507.20673; verl geo_mean",
+        advantage: AdvantageKind::GroupStd,
+        alpha: 1.0,
+        loss: LossPlan { surrogate: Surrogate::GeometricMean { low: 0.4, high: 0.4 }, beta: 0.0, ..GRPO },
+    },
+    Recipe {
+        name: "rloo",
+        summary: "each reward against the mean of the others, one ratio per completion",
+        source: "RLOO, arXiv 2402.14740; loss of TRL 1.16's RLOOTrainer. Its KL is part of the reward, here of the loss",
+        advantage: AdvantageKind::LeaveOneOut,
+        alpha: 1.0,
+        loss: LossPlan { ratio: RatioLevel::Product, beta: 0.0, ..GRPO },
+    },
+    Recipe {
+        name: "reinforce_plus_plus",
+        summary: "rewards against the mean and deviation of the whole batch, over its tokens",
+        source: "REINFORCE++, arXiv 2501.03262; verl 0.9.1",
+        advantage: AdvantageKind::Whitened,
+        alpha: 1.0,
+        loss: LossPlan { aggregation: Aggregation::TokenMeanGlobal, beta: 0.0, ..GRPO },
+    },
+    Recipe {
+        name: "reinforce_plus_plus_baseline",
+        summary: "reinforce_plus_plus of rewards without the mean of their group",
+        source: "REINFORCE++-baseline, arXiv 2501.03262; verl 0.9.1",
+        advantage: AdvantageKind::GroupCenterWhitened,
+        alpha: 1.0,
+        loss: LossPlan { aggregation: Aggregation::TokenMeanGlobal, beta: 0.0, ..GRPO },
     },
     Recipe {
         name: "seq_logp",

@@ -82,6 +82,7 @@ fn plan(case: &Case) -> LossPlan {
         entropy_coef: case.entropy_coef,
         top_entropy: case.top_entropy,
         correction: Correction { kind: case.correction, max: case.correction_max, min: case.correction_min },
+        off_policy_threshold: None,
         mask_truncated_completions: case.mask_truncated,
     }
 }

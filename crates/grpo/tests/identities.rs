@@ -117,17 +117,23 @@ fn plans() -> impl Iterator<Item = (String, LossPlan)> {
 
 /// Returns the value whose derivative is `dlogp`: factors that the formula treats as constants keep their first value.
 fn surrogate_value(data: &Data, moved: &Data, plan: &LossPlan, normalizer: &Normalizer) -> f64 {
-    let Surrogate::Cispo { cap } = plan.surrogate else {
-        return evaluate(&moved.batch(), plan, normalizer).unwrap().loss;
-    };
-    // The ratio is a constant weight: move the log-probabilities under the ratios of the unmoved data.
-    let mut value = 0.0;
     let old = data.old.as_ref().unwrap();
+    // The weight of a token of a completion: move the log-probabilities under the ratios of the unmoved data.
+    let weight: Box<dyn Fn(std::ops::Range<usize>, usize, f64) -> f64> = match plan.surrogate {
+        Surrogate::Cispo { cap } => Box::new(move |_, t, _| (data.logp[t] - old[t]).exp().min(cap)),
+        Surrogate::Vespo { pos, neg } => Box::new(move |tokens, _, advantage| {
+            let [k, lambda] = if advantage >= 0.0 { pos } else { neg };
+            let ln_w: f64 = tokens.map(|t| data.logp[t] - old[t]).sum();
+            (lambda + k * ln_w - lambda * ln_w.exp()).exp()
+        }),
+        _ => return evaluate(&moved.batch(), plan, normalizer).unwrap().loss,
+    };
+    let mut value = 0.0;
     let mut start = 0;
     for (c, &length) in data.lengths.iter().enumerate() {
         if !data.truncated[c] {
             for t in start..start + length {
-                let weight = (data.logp[t] - old[t]).exp().min(cap);
+                let weight = weight(start..start + length, t, data.advantages[c]);
                 value -= weight * data.advantages[c] * moved.logp[t];
             }
         }
@@ -143,9 +149,9 @@ fn gradients_equal_central_differences_for_every_recipe_and_kl() {
     let data = Data::new(&[4, 1, 3, 0, 5, 2], true, 3);
     let step = 1e-6;
     for (name, plan) in plans() {
-        // CISPO's formula above does not contain the gate.
+        // The formulas above do not contain the gate.
         let data = match plan.surrogate {
-            Surrogate::Cispo { .. } => data.clone(),
+            Surrogate::Cispo { .. } | Surrogate::Vespo { .. } => data.clone(),
             _ => data.clone().gated(0.8),
         };
         let normalizer = data.normalizer(&plan);
@@ -417,7 +423,7 @@ fn a_custom_term_has_the_gradient_of_the_built_in_one() {
     let reinforce = CustomTerm(|token| -token.logp * token.advantage);
     let clip = Surrogate::Clip { low: 0.2, high: 0.3, delta: None };
     for (surrogate, own) in [(clip, clipped), (Surrogate::LogProb, reinforce)] {
-        for ratio in [RatioLevel::Token, RatioLevel::Sequence] {
+        for ratio in [RatioLevel::Token, RatioLevel::Sequence, RatioLevel::Product] {
             let data = Data::new(&[3, 1, 5, 4], true, 11);
             let plan = LossPlan { surrogate, ratio, ..recipe("grpo").unwrap().loss };
             let (known, own) = (data.evaluate(&plan), LossPlan { surrogate: Surrogate::Custom(own), ..plan });
@@ -604,6 +610,8 @@ fn bad_input_is_named() {
         Surrogate::Clip { low: 0.2, high: 0.2, delta: Some(1.1) },
         Surrogate::Cispo { cap: 0.0 },
         Surrogate::Sapo { pos: 1.0, neg: f64::NAN },
+        Surrogate::GeometricMean { low: -0.1, high: 0.4 },
+        Surrogate::Vespo { pos: [2.0, f64::INFINITY], neg: [3.0, 2.0] },
     ] {
         let error = evaluate(&data.batch(), &LossPlan { surrogate, ..plan }, &normalizer).unwrap_err();
         assert!(matches!(error, Error::Setting { .. }), "{surrogate:?}");
@@ -698,7 +706,7 @@ proptest! {
         seed in any::<u64>(),
         row in 0..RECIPES.len(),
         kl in prop::sample::select(vec![Kl::Off, Kl::K3, Kl::K3Corrected, Kl::K1]),
-        level in prop::sample::select(vec![RatioLevel::Token, RatioLevel::Sequence]),
+        level in prop::sample::select(vec![RatioLevel::Token, RatioLevel::Sequence, RatioLevel::Product]),
     ) {
         let mut data = Data::new(&lengths, true, seed);
         data.logp.iter_mut().for_each(|x| *x *= scale);

@@ -191,6 +191,10 @@ listed!(AdvantageKind:
     "batch_std" = AdvantageKind::Batch, "centred per group, divided by the sample deviation of the batch";
     "group_center" = AdvantageKind::GroupCenter, "centred per group";
     "group_std_clamped" = AdvantageKind::GroupStdClamped, "centred, divided by the population deviation, at least 0.01";
+    "rloo" = AdvantageKind::LeaveOneOut, "without the mean of the group's other rewards";
+    "reinforce_plus_plus" = AdvantageKind::Whitened, "centred and divided over all tokens of the batch";
+    "reinforce_plus_plus_baseline" = AdvantageKind::GroupCenterWhitened, "centred per group, then as `reinforce_plus_plus`";
+    "grpo_passk" = AdvantageKind::PassAtK, "the lead of the group's best over its second, divided by the group's deviation";
 );
 listed!(Kl:
     "k3" = Kl::K3, "per token, never negative";
@@ -212,7 +216,8 @@ listed!(CorrectionKind:
 );
 listed!(RatioLevel:
     "token" = RatioLevel::Token, "a ratio per token";
-    "sequence" = RatioLevel::Sequence, "a ratio per completion";
+    "sequence" = RatioLevel::Sequence, "a ratio per completion: the geometric mean of its tokens";
+    "sequence_product" = RatioLevel::Product, "a ratio per completion: the product of its tokens";
 );
 
 /// Implements `Named` for a type of another crate that has its own table there.

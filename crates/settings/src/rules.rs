@@ -321,6 +321,10 @@ fn wrong_loss(s: &Settings) -> Vec<Problem> {
                 "surrogate.cap" => "epsilon_high",
                 "surrogate.pos" => "sapo_temperature_pos",
                 "surrogate.neg" => "sapo_temperature_neg",
+                "surrogate.k_pos" => "vespo_k_pos",
+                "surrogate.lambda_pos" => "vespo_lambda_pos",
+                "surrogate.k_neg" => "vespo_k_neg",
+                "surrogate.lambda_neg" => "vespo_lambda_neg",
                 field => flag_at(&format!("algorithm.loss.{field}")).map_or(field, |flag| flag.name),
             };
             Problem::usage(format!("wrong value for `{flag}`")).got(value.to_string()).expected(expected)

@@ -95,7 +95,7 @@ impl Card {
         }
         let metric = |evaluation: Option<&Evaluation>, name: &str| evaluation.and_then(|e| e.metric(name));
         let names = facts.after.into_iter().flat_map(|after| &after.summary.metrics).map(|(name, _)| name);
-        let papers = if imitate { Vec::new() } else { algorithm.loss.papers() };
+        let papers = if imitate { Vec::new() } else { algorithm.loss.papers(algorithm.advantage) };
         let methods: Vec<_> = papers.iter().map(|paper| paper.method).collect();
         Self {
             name: run.card.run_name.clone().unwrap_or_else(own_name),

@@ -85,18 +85,19 @@ pub(crate) struct Kept {
 }
 
 /// Compares the completions of each group and returns their advantages.
-fn compare(algorithm: &Algorithm, rewards: &RewardMatrix) -> Result<Advantages> {
+fn compare(algorithm: &Algorithm, rewards: &RewardMatrix, lengths: &[usize]) -> Result<Advantages> {
     let (size, alpha) = (algorithm.num_generations, algorithm.alpha);
     Ok(if algorithm.normalize_then_sum {
         advantage::normalize_then_sum(&rewards.values, &rewards.weights, size, alpha)?
     } else {
-        advantage::advantages(&rewards.total, size, algorithm.advantage, alpha)?
+        advantage::advantages(&rewards.total, size, algorithm.advantage, alpha, lengths)?
     })
 }
 
 /// Returns one flag per group, true if all completions of the group have the same reward.
 pub(crate) fn alike(algorithm: &Algorithm, rewards: &RewardMatrix) -> Result<Vec<bool>> {
-    Ok(compare(algorithm, rewards)?.zero_std)
+    // Whether rewards are equal does not depend on the number of tokens.
+    Ok(compare(algorithm, rewards, &vec![1; rewards.total.len()])?.zero_std)
 }
 
 impl Rollouts {
@@ -107,7 +108,8 @@ impl Rollouts {
         kept: Vec<Kept>,
         rewards: RewardMatrix,
     ) -> Result<Self> {
-        let advantages = compare(algorithm, &rewards)?;
+        let lengths = groups.iter().flat_map(|group| &group.completions).map(|c| c.completion.num_sampled());
+        let advantages = compare(algorithm, &rewards, &lengths.collect::<Vec<_>>())?;
         let completions = groups.iter_mut().flat_map(|group| &mut group.completions);
         completions.zip(&advantages.values).for_each(|(c, value)| c.advantage = *value);
         let zero_std = advantages.zero_std;

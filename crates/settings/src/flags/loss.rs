@@ -15,7 +15,8 @@ fn deviations() -> Vec<(&'static str, &'static str)> {
 
 fn no_clip(s: &Settings) -> Option<&'static str> {
     match s.algorithm.loss.surrogate {
-        Surrogate::Clip { .. } | Surrogate::Cispo { .. } => None,
+        Surrogate::Clip { .. } | Surrogate::Cispo { .. } | Surrogate::GeometricMean { .. } => None,
+        Surrogate::Vespo { .. } => Some("the recipe of `loss_type` has a smooth weight and no clip"),
         Surrogate::Ratio => Some("the recipe of `loss_type` does not clip the ratio"),
         Surrogate::Sapo { .. } => Some("the recipe of `loss_type` has a smooth gate and no clip"),
         Surrogate::LogProb => Some("the recipe of `loss_type` has no ratio and no clip"),
@@ -30,6 +31,15 @@ fn no_lower_clip(s: &Settings) -> Option<&'static str> {
 
 fn no_gate(s: &Settings) -> Option<&'static str> {
     (!matches!(s.algorithm.loss.surrogate, Surrogate::Sapo { .. })).then_some("`loss_type` is not sapo")
+}
+
+fn no_weight(s: &Settings) -> Option<&'static str> {
+    (!matches!(s.algorithm.loss.surrogate, Surrogate::Vespo { .. })).then_some("`loss_type` is not vespo")
+}
+
+fn no_bound(s: &Settings) -> Option<&'static str> {
+    let mean = matches!(s.algorithm.loss.surrogate, Surrogate::GeometricMean { .. });
+    no_lower_clip(s).or_else(|| mean.then_some("the recipe of `loss_type` bounds every token"))
 }
 
 fn no_kl(s: &Settings) -> Option<&'static str> {
@@ -47,6 +57,26 @@ fn still(s: &Settings) -> Option<&'static str> {
 
 fn uncorrected(s: &Settings) -> Option<&'static str> {
     (!s.algorithm.loss.correction.is_on()).then_some("`importance_sampling_correction` is off")
+}
+
+/// Returns the place of a number of one surrogate.
+macro_rules! part_of {
+    ($surrogate:ident $field:ident $([$at:literal])?) => {
+        Place {
+            field: "",
+            set: |s, v| {
+                if let Surrogate::$surrogate { $field, .. } = &mut s.algorithm.loss.surrogate {
+                    let part: &mut f64 = &mut (*$field)$([$at])?;
+                    *part = take(v)?;
+                }
+                Ok(())
+            },
+            get: |s| match s.algorithm.loss.surrogate {
+                Surrogate::$surrogate { $field, .. } => $field$([$at])?.value(),
+                _ => None,
+            },
+        }
+    };
 }
 
 /// Flags of this section.
@@ -156,12 +186,17 @@ pub const FLAGS: &[Flag] = &[
         .unset("the recipe's; seq_mean for grpo")
         .of_recipe(),
     row("importance_sampling_level", Choice(words::<RatioLevel>), at!(algorithm.loss.ratio), GRPO)
-        .help("One ratio per token, or one per completion (GSPO).")
+        .help("One ratio per token, or one per completion: the geometric mean of its tokens (GSPO), or their product (RLOO).")
         .unset("the recipe's; token for grpo")
         .of_recipe()
         .idle(|s, _| {
-            matches!(s.algorithm.loss.surrogate, Surrogate::LogProb)
-                .then_some("the recipe of `loss_type` has no ratio")
+            match s.algorithm.loss.surrogate {
+                Surrogate::LogProb => Some("the recipe of `loss_type` has no ratio"),
+                Surrogate::GeometricMean { .. } | Surrogate::Vespo { .. } => {
+                    Some("the recipe of `loss_type` has a ratio of its own for each completion")
+                }
+                _ => None,
+            }
         }),
     row(
         "epsilon",
@@ -170,19 +205,21 @@ pub const FLAGS: &[Flag] = &[
             set: |s, v| {
                 let epsilon = take(v)?;
                 // One value sets both bounds, as in TRL.
-                if let Surrogate::Clip { low, high, .. } = &mut s.algorithm.loss.surrogate {
+                if let Surrogate::Clip { low, high, .. } | Surrogate::GeometricMean { low, high } =
+                    &mut s.algorithm.loss.surrogate
+                {
                     (*low, *high) = (epsilon, epsilon);
                 }
                 Ok(())
             },
             get: |s| match s.algorithm.loss.surrogate {
-                Surrogate::Clip { low, .. } => low.value(),
+                Surrogate::Clip { low, .. } | Surrogate::GeometricMean { low, .. } => low.value(),
                 _ => None,
             },
         },
         GRPO,
     )
-    .help("Lower clip distance of the ratio from 1.")
+    .help("Lower clip distance of the ratio from 1; for gmpo of the log-ratio from 0.")
     .unset("the recipe's; 0.2 for grpo")
     .of_recipe()
     .idle(|s, _| no_lower_clip(s)),
@@ -192,21 +229,25 @@ pub const FLAGS: &[Flag] = &[
         Place { field: "algorithm.loss.surrogate.high",
             set: |s, v| {
                 match &mut s.algorithm.loss.surrogate {
-                    Surrogate::Clip { high: bound, .. } | Surrogate::Cispo { cap: bound } => {
-                        *bound = take(v)?
-                    }
+                    Surrogate::Clip { high: bound, .. }
+                    | Surrogate::GeometricMean { high: bound, .. }
+                    | Surrogate::Cispo { cap: bound } => *bound = take(v)?,
                     _ => {}
                 }
                 Ok(())
             },
             get: |s| match s.algorithm.loss.surrogate {
-                Surrogate::Clip { high: bound, .. } | Surrogate::Cispo { cap: bound } => bound.value(),
+                Surrogate::Clip { high: bound, .. }
+                | Surrogate::GeometricMean { high: bound, .. }
+                | Surrogate::Cispo { cap: bound } => bound.value(),
                 _ => None,
             },
         },
         GRPO,
     )
-    .help("Upper clip distance of the ratio from 1; for cispo the largest ratio itself.")
+    .help(
+        "Upper clip distance of the ratio from 1; for gmpo of the log-ratio from 0; for cispo the largest ratio itself.",
+    )
     .unset("`epsilon`, or the recipe's")
     .of_recipe()
     .idle(|s, _| no_clip(s)),
@@ -229,51 +270,44 @@ pub const FLAGS: &[Flag] = &[
     )
     .help("Upper bound of the unclipped ratio, for negative advantages.")
     .unset("off")
-    .idle(|s, _| no_lower_clip(s)),
-    row(
-        "sapo_temperature_pos",
-        float(1e-6, BIG),
-        Place {
-            field: "",
-            set: |s, v| {
-                if let Surrogate::Sapo { pos, .. } = &mut s.algorithm.loss.surrogate {
-                    *pos = take(v)?;
-                }
-                Ok(())
-            },
-            get: |s| match s.algorithm.loss.surrogate {
-                Surrogate::Sapo { pos, .. } => pos.value(),
-                _ => None,
-            },
-        },
-        GRPO,
-    )
-    .help("Steepness of the gate of sapo for positive advantages.")
-    .unset("the recipe's; 1 for sapo")
-    .of_recipe()
-    .idle(|s, _| no_gate(s)),
-    row(
-        "sapo_temperature_neg",
-        float(1e-6, BIG),
-        Place {
-            field: "",
-            set: |s, v| {
-                if let Surrogate::Sapo { neg, .. } = &mut s.algorithm.loss.surrogate {
-                    *neg = take(v)?;
-                }
-                Ok(())
-            },
-            get: |s| match s.algorithm.loss.surrogate {
-                Surrogate::Sapo { neg, .. } => neg.value(),
-                _ => None,
-            },
-        },
-        GRPO,
-    )
-    .help("Steepness of the gate of sapo for the other advantages; steeper ones learn less from unlikely tokens.")
-    .unset("the recipe's; 1.05 for sapo")
-    .of_recipe()
-    .idle(|s, _| no_gate(s)),
+    .idle(|s, _| no_bound(s)),
+    row("off_policy_mask_threshold", float(0.0, BIG), at!(algorithm.loss.off_policy_threshold), GRPO)
+        .help(
+            "Leave completions with a negative advantage out of the policy term if the policy's log-probabilities are \
+             below those of sampling by more than this, in nats per token in the mean.",
+        )
+        .alias(&["off_policy_sequence_mask_delta"])
+        .unset("off"),
+    row("sapo_temperature_pos", float(1e-6, BIG), part_of!(Sapo pos), GRPO)
+        .help("Steepness of the gate of sapo for positive advantages.")
+        .unset("the recipe's; 1 for sapo")
+        .of_recipe()
+        .idle(|s, _| no_gate(s)),
+    row("sapo_temperature_neg", float(1e-6, BIG), part_of!(Sapo neg), GRPO)
+        .help("Steepness of the gate of sapo for the other advantages; steeper ones learn less from unlikely tokens.")
+        .unset("the recipe's; 1.05 for sapo")
+        .of_recipe()
+        .idle(|s, _| no_gate(s)),
+    row("vespo_k_pos", float(0.0, BIG), part_of!(Vespo pos[0]), GRPO)
+        .help("Weight of vespo for advantages of at least 0: the power of the ratio.")
+        .unset("the recipe's; 2 for vespo")
+        .of_recipe()
+        .idle(|s, _| no_weight(s)),
+    row("vespo_lambda_pos", float(0.0, BIG), part_of!(Vespo pos[1]), GRPO)
+        .help("Weight of vespo for advantages of at least 0: how fast the weight falls as the ratio rises.")
+        .unset("the recipe's; 3 for vespo")
+        .of_recipe()
+        .idle(|s, _| no_weight(s)),
+    row("vespo_k_neg", float(0.0, BIG), part_of!(Vespo neg[0]), GRPO)
+        .help("Weight of vespo for negative advantages: the power of the ratio.")
+        .unset("the recipe's; 3 for vespo")
+        .of_recipe()
+        .idle(|s, _| no_weight(s)),
+    row("vespo_lambda_neg", float(0.0, BIG), part_of!(Vespo neg[1]), GRPO)
+        .help("Weight of vespo for negative advantages: how fast the weight falls as the ratio rises.")
+        .unset("the recipe's; 2 for vespo")
+        .of_recipe()
+        .idle(|s, _| no_weight(s)),
     row("num_iterations", int(1, 1024), at!(run.num_iterations), GRPO)
         .help("Optimizer passes over the completions of each rollout."),
     row(

@@ -94,7 +94,13 @@ pub(super) const TABLE: &[Row] = &[
     (&["repetition_max_penalty"], |v| given(v, &["-1", "-1.0"])),
     (&["advantage_estimator"], |v| match v {
         "grpo" => Dropped("advantages are computed per group"),
-        _ => Refused("leave it out: advantages are computed per group (`advantage`)"),
+        "rloo_vectorized" => Becomes("advantage", "rloo".into()),
+        v @ ("rloo" | "grpo_passk" | "reinforce_plus_plus" | "reinforce_plus_plus_baseline") => {
+            Becomes("advantage", v.into())
+        }
+        _ => {
+            Refused("use `advantage`: rloo, grpo_passk, reinforce_plus_plus or reinforce_plus_plus_baseline")
+        }
     }),
     (&["stop_words"], |v| match v.trim_start_matches('[').trim_end_matches(']') {
         "" => Dropped("it is off here as well"),
@@ -212,8 +218,9 @@ pub(super) const TABLE: &[Row] = &[
     }),
     (&["actor_rollout_ref.actor.policy_loss.loss_mode"], |v| match v {
         "vanilla" => Dropped("`loss_type` sets the GRPO loss"),
-        "gspo" | "sapo" => Becomes("loss_type", v.into()),
-        _ => Refused("use `loss_type`: grpo, dapo, gspo, cispo or sapo"),
+        "gspo" | "sapo" | "cispo" => Becomes("loss_type", v.into()),
+        "geo_mean" => Becomes("loss_type", "gmpo".into()),
+        _ => Refused("use `loss_type`: grpo, dapo, gspo, cispo, sapo or gmpo"),
     }),
     // verl uses the lower bound if both are given.
     (&["actor_rollout_ref.actor.clip_ratio"], |_| {

@@ -1,0 +1,147 @@
+//! Estimators compared with the functions of TRL and verl themselves on random cases (`data/peers_golden.py`): clipping is active, lengths
+//! differ, one completion may be empty, and the batch is one half of an optimizer step.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+use std::collections::BTreeMap;
+
+use omnigrpo_grpo::{
+    AdvantageKind, Batch, Correction, CorrectionKind, LossPlan, Normalizer, Surrogate, advantage::advantages,
+    evaluate, recipe,
+};
+
+/// Completions, completions of a prompt, and most tokens of a completion.
+const ROWS: usize = 6;
+const GROUP: usize = 3;
+const MOST: usize = 5;
+
+/// The inputs of a case, from the same generator as in Python.
+struct Case {
+    lengths: Vec<usize>,
+    rewards: Vec<f64>,
+    advantages: Vec<f64>,
+    logp: Vec<f64>,
+    old: Vec<f64>,
+    sampler: Vec<f64>,
+}
+
+impl Case {
+    fn new(seed: usize) -> Self {
+        let mut state = seed as u64;
+        // SplitMix64.
+        let mut u = || {
+            state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+            let z = (state ^ (state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+            let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+            ((z ^ (z >> 31)) >> 11) as f64 / (1_u64 << 53) as f64
+        };
+        let length = |row, u: &mut dyn FnMut() -> f64| match row == 0 && seed.is_multiple_of(4) {
+            true => 0,
+            false => 1 + (u() * MOST as f64) as usize,
+        };
+        let lengths: Vec<usize> = (0..ROWS).map(|row| length(row, &mut u)).collect();
+        let rewards = (0..ROWS).map(|_| (u() * 4.0).round_ties_even() / 4.0).collect();
+        let advantages = (0..ROWS).map(|_| (u() - 0.5) * 3.0).collect();
+        let mut case = Self { lengths, rewards, advantages, logp: vec![], old: vec![], sampler: vec![] };
+        for _ in 0..case.lengths.iter().sum() {
+            let logp = -3.0 * u();
+            let old = logp + (u() - 0.5) * 1.6;
+            case.logp.push(logp);
+            case.old.push(old);
+            case.sampler.push(old + (u() - 0.5) * 0.8);
+        }
+        case
+    }
+
+    /// Loss and gradient. `parts` is the number of equal parts of the optimizer step, of which this is one.
+    fn evaluate(&self, plan: &LossPlan, parts: usize) -> Vec<f64> {
+        let truncated = vec![false; ROWS];
+        let one = Normalizer::for_step(plan, &self.lengths, &truncated, 8).unwrap();
+        let normalizer = Normalizer { completions: parts * ROWS, tokens: parts * one.tokens, ..one };
+        let batch = Batch {
+            lengths: &self.lengths,
+            logp: &self.logp,
+            old: Some(&self.old),
+            sampler: Some(&self.sampler),
+            reference: None,
+            entropy: None,
+            kept: None,
+            advantages: &self.advantages,
+            truncated: &truncated,
+        };
+        let out = evaluate(&batch, plan, &normalizer).unwrap();
+        [vec![out.loss], out.dlogp].concat()
+    }
+}
+
+fn golden() -> BTreeMap<String, Vec<Vec<Option<f64>>>> {
+    serde_json::from_str(include_str!("data/peers_golden.json")).unwrap()
+}
+
+/// verl adds 1e-8 to the number of tokens, and inputs have ten digits.
+const CLOSE: f64 = 2e-8;
+
+fn assert_equal(name: &str, seed: usize, got: &[f64], want: &[Option<f64>]) {
+    assert_eq!(got.len(), want.len(), "{name}, case {seed}");
+    for (at, (got, want)) in got.iter().zip(want).enumerate() {
+        let Some(want) = want else { continue };
+        assert!(
+            (got - want).abs() <= CLOSE * want.abs().max(1.0),
+            "{name}, case {seed}, {at}: {got}, peer {want}"
+        );
+    }
+}
+
+#[test]
+fn losses_and_gradients_equal_those_of_trl_and_verl() {
+    let golden = golden();
+    let plan = |name: &str| recipe(name).unwrap().loss;
+    let capped = Correction { kind: CorrectionKind::TokenTruncate, max: 1.2, min: None };
+    let gmpo = LossPlan { surrogate: Surrogate::GeometricMean { low: 0.4, high: 0.3 }, ..plan("gmpo") };
+    let clip = Surrogate::Clip { low: 0.2, high: 0.28, delta: None };
+    let cases = [
+        ("luspo", LossPlan { surrogate: clip, ..plan("luspo") }, 2),
+        ("vespo", plan("vespo"), 2),
+        ("vespo_corrected", LossPlan { correction: capped, ..plan("vespo") }, 2),
+        (
+            "off_policy_mask",
+            LossPlan { surrogate: clip, beta: 0.0, off_policy_threshold: Some(0.1), ..plan("grpo") },
+            2,
+        ),
+        ("rloo", LossPlan { surrogate: clip, ..plan("rloo") }, 1),
+        ("gmpo", gmpo, 2),
+        ("gmpo_corrected", LossPlan { correction: capped, ..gmpo }, 1),
+    ];
+    for (name, plan, parts) in cases {
+        assert_eq!(golden[name].len(), 200);
+        for (seed, want) in golden[name].iter().enumerate() {
+            let case = Case::new(seed);
+            let mut got = case.evaluate(&plan, parts);
+            // An empty completion has a ratio of 1 there and adds a constant to the loss. Here it adds nothing.
+            if case.lengths[0] == 0 && (["rloo", "gmpo"].contains(&name)) {
+                got[0] -= case.advantages[0] / (parts * ROWS) as f64;
+            }
+            assert_equal(name, seed, &got, want);
+        }
+    }
+}
+
+#[test]
+fn advantages_equal_those_of_verl() {
+    let golden = golden();
+    let names = [
+        ("rloo", AdvantageKind::LeaveOneOut),
+        ("grpo_passk", AdvantageKind::PassAtK),
+        ("reinforce_plus_plus", AdvantageKind::Whitened),
+        ("reinforce_plus_plus_baseline", AdvantageKind::GroupCenterWhitened),
+    ];
+    for (name, kind) in names {
+        let name = format!("advantages/{name}");
+        assert_eq!(golden[&name].len(), 200);
+        for (seed, want) in golden[&name].iter().enumerate() {
+            let case = Case::new(seed);
+            let rewards: Vec<Option<f64>> = case.rewards.iter().copied().map(Some).collect();
+            let got = advantages(&rewards, GROUP, kind, 1.0, &case.lengths).unwrap();
+            assert_equal(&name, seed, &got.values, want);
+        }
+    }
+}
