@@ -146,7 +146,7 @@ def score_rows():
         dict(id="unicode", prompt=" ".join(UNICODE[:5]), completions=["你好！有什么可以帮你的吗？", "👩‍👩‍👧‍👦 A\u030a e\u0301 ﬁ नमस्ते"]),
         dict(id="specials", prompt="Say what ends a turn.", completions=["<|im_end|>", "It is <|im_end|>\n<|im_start|>user\nhi"]),
         dict(id="2000", prompt="Read this. " + text(1800) + " The last word is banana. Which one?", completions=["The last word is banana.", "cherry"]),
-        dict(id="8000", prompt="The code word is mango. " + text(7100) + " What is the code word?", completions=["It is mango.", "It is cherry."]),
+        dict(id="8000", prompt="The code word is mango. " + text(6500) + " What is the code word?", completions=["It is mango.", "It is cherry."]),
     ]
 
 

@@ -8,9 +8,10 @@
 //! c_it  = exp(d_it)            RatioLevel::Token
 //! c_i   = exp(mean_t d_it)     RatioLevel::Sequence
 //! c_i   = exp(sum_t d_it)      RatioLevel::Product
-//! l_it  = surrogate(c, A_i, lp_it) * g_it * v_it * m_i
+//! l_it  = surrogate(c, A_i + tau (ref_it - old_it), lp_it) * g_it * v_it * m_i
 //! g_it  = 1 for the fraction `top_entropy` of tokens with the highest entropy, else 0; see top_entropy_tokens
 //! v_it  = weight of the difference between sampler and policy, see Correction
+//! tau   = weight of a teacher, whose log-probabilities are `ref`; see LossPlan::distillation
 //! m_i   = 0 for a completion that the policy has left behind, else 1; see LossPlan::off_policy_threshold
 //! k_it  = kl(lp_it, ref_it, c)
 //! loss  = sum_it w_i (l_it + beta k_it)  -  entropy_coef * mean_it H_it
@@ -232,15 +233,19 @@ pub struct LossPlan {
     /// in the policy term; `None` to count all. `smp` is the log-probability of the sampler if the batch has it, else `old` (off-policy
     /// sequence mask, DeepSeek-V3.2; TRL `off_policy_mask_threshold`).
     pub off_policy_threshold: Option<f64>,
+    /// Weight of the reverse KL to a teacher, token by token: `ref_t - old_t` is added to the advantage of each token with this weight,
+    /// where `ref` are the teacher's log-probabilities. Its mean under the policy is minus the KL divergence from the policy to the
+    /// teacher (on-policy distillation; MiniLLM, arXiv 2306.08543, GKD, arXiv 2306.13649). 0 without a teacher.
+    pub distillation: f64,
     /// True to exclude completions that reached the length limit from the policy term, the KL and the entropy. As in TRL, they
     /// still count in the number of completions, by which [`Aggregation::SequenceMean`] and other means over completions divide.
     pub mask_truncated_completions: bool,
 }
 
 impl LossPlan {
-    /// Returns true if the loss needs a reference policy.
+    /// Returns true if the loss needs the log-probabilities of a reference policy or of a teacher.
     pub fn needs_reference(&self) -> bool {
-        self.beta != 0.0 && self.kl != Kl::Off
+        self.distillation != 0.0 || self.beta != 0.0 && self.kl != Kl::Off
     }
 
     /// Returns true if the loss includes per-token entropies. Otherwise their gradient is zero.
@@ -292,6 +297,15 @@ impl LossPlan {
             }
             Surrogate::Ratio | Surrogate::LogProb | Surrogate::Custom(_) => {}
         }
+        let whole = matches!(self.surrogate, Surrogate::GeometricMean { .. } | Surrogate::Vespo { .. });
+        let weight = self.distillation;
+        require(weight.is_finite() && weight >= 0.0, "distillation", weight, "a finite number >= 0")?;
+        require(
+            weight == 0.0 || !whole,
+            "distillation",
+            weight,
+            "0, as this loss has one advantage per completion",
+        )?;
         if let Some(threshold) = self.off_policy_threshold {
             let valid = threshold.is_finite() && threshold >= 0.0;
             require(valid, "off_policy_threshold", threshold, "a finite number of nats >= 0")?;
@@ -549,7 +563,11 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
             Surrogate::Vespo { pos, neg } => {
                 completion.vespo([pos, neg], corrections.as_deref(), derivatives.of_logp)
             }
-            _ => completion.policy(corrections.as_deref(), &mut clipped, &mut derivatives),
+            _ => {
+                let teacher =
+                    reference.filter(|_| plan.distillation != 0.0).map(|all| &all[completion.span.clone()]);
+                completion.policy((corrections.as_deref(), teacher), &mut clipped, &mut derivatives)
+            }
         };
         let kl = reference.map_or(0.0, |reference| completion.kl(reference, &mut derivatives));
         let share = match plan.ratio {
@@ -633,18 +651,21 @@ impl Completion<'_> {
     /// Returns the sum of the policy term over the tokens, without their weight.
     fn policy(
         &self,
-        corrections: Option<&[f64]>,
+        (corrections, teacher): (Option<&[f64]>, Option<&[f64]>),
         clipped: &mut Clipped,
         derivatives: &mut Derivatives<'_>,
     ) -> f64 {
         let mut policy = 0.0;
+        let old = self.old.unwrap_or(self.logp);
         for t in 0..self.logp.len() {
             let ratio = self.ratios.at(t);
-            clipped.count(self.plan.surrogate, ratio.value, self.advantage);
-            if self.advantage == 0.0 || !self.kept(t) {
+            let taught = teacher.map_or(0.0, |teacher| self.plan.distillation * (teacher[t] - old[t]));
+            let advantage = self.advantage + taught;
+            clipped.count(self.plan.surrogate, ratio.value, advantage);
+            if advantage == 0.0 || !self.kept(t) {
                 continue;
             }
-            let term = policy_term(self.plan.surrogate, ratio.value, self.advantage, self.logp[t]);
+            let term = policy_term(self.plan.surrogate, ratio.value, advantage, self.logp[t]);
             let v = corrections.map_or(1.0, |weights| weights[t]);
             let weight = self.weight * v;
             policy += v * term.value;

@@ -46,6 +46,7 @@ const GRPO: LossPlan = LossPlan {
     top_entropy: 1.0,
     correction: Correction::OFF,
     off_policy_threshold: None,
+    distillation: 0.0,
     mask_truncated_completions: false,
 };
 

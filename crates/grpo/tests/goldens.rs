@@ -83,6 +83,7 @@ fn plan(case: &Case) -> LossPlan {
         top_entropy: case.top_entropy,
         correction: Correction { kind: case.correction, max: case.correction_max, min: case.correction_min },
         off_policy_threshold: None,
+        distillation: 0.0,
         mask_truncated_completions: case.mask_truncated,
     }
 }

@@ -104,15 +104,17 @@ fn close(got: f64, expected: f64, tolerance: f64) -> bool {
     (got - expected).abs() <= tolerance * expected.abs().max(1.0)
 }
 
-/// Yields every recipe with every KL.
+/// Yields every recipe with every KL, and one with a teacher.
 fn plans() -> impl Iterator<Item = (String, LossPlan)> {
-    RECIPES.iter().flat_map(|row| {
+    let taught = LossPlan { distillation: 0.7, beta: 0.0, ..RECIPES[0].loss };
+    let all = RECIPES.iter().flat_map(|row| {
         [(Kl::Off, 0.0), (Kl::K3, 0.3), (Kl::K3Corrected, 0.3), (Kl::K1, 0.3)].map(|(kl, beta)| {
             let plan =
                 LossPlan { kl, beta, entropy_coef: 0.02, mask_truncated_completions: true, ..row.loss };
             (format!("{} {kl:?}", row.name), plan)
         })
-    })
+    });
+    all.chain([("a teacher".to_owned(), taught)])
 }
 
 /// Returns the value whose derivative is `dlogp`: factors that the formula treats as constants keep their first value.

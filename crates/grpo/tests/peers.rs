@@ -22,6 +22,7 @@ struct Case {
     logp: Vec<f64>,
     old: Vec<f64>,
     sampler: Vec<f64>,
+    teacher: Vec<f64>,
 }
 
 impl Case {
@@ -41,7 +42,9 @@ impl Case {
         let lengths: Vec<usize> = (0..ROWS).map(|row| length(row, &mut u)).collect();
         let rewards = (0..ROWS).map(|_| (u() * 4.0).round_ties_even() / 4.0).collect();
         let advantages = (0..ROWS).map(|_| (u() - 0.5) * 3.0).collect();
-        let mut case = Self { lengths, rewards, advantages, logp: vec![], old: vec![], sampler: vec![] };
+        let none = Vec::new;
+        let (logp, old, sampler, teacher) = (none(), none(), none(), none());
+        let mut case = Self { lengths, rewards, advantages, logp, old, sampler, teacher };
         for _ in 0..case.lengths.iter().sum() {
             let logp = -3.0 * u();
             let old = logp + (u() - 0.5) * 1.6;
@@ -49,6 +52,7 @@ impl Case {
             case.old.push(old);
             case.sampler.push(old + (u() - 0.5) * 0.8);
         }
+        case.teacher = case.old.iter().map(|old| old + (u() - 0.5) * 2.0).collect();
         case
     }
 
@@ -62,7 +66,7 @@ impl Case {
             logp: &self.logp,
             old: Some(&self.old),
             sampler: Some(&self.sampler),
-            reference: None,
+            reference: Some(&self.teacher),
             entropy: None,
             kept: None,
             advantages: &self.advantages,
@@ -107,6 +111,7 @@ fn losses_and_gradients_equal_those_of_trl_and_verl() {
             LossPlan { surrogate: clip, beta: 0.0, off_policy_threshold: Some(0.1), ..plan("grpo") },
             2,
         ),
+        ("distillation", LossPlan { surrogate: clip, beta: 0.0, distillation: 0.7, ..plan("grpo") }, 2),
         ("rloo", LossPlan { surrogate: clip, ..plan("rloo") }, 1),
         ("gmpo", gmpo, 2),
         ("gmpo_corrected", LossPlan { correction: capped, ..gmpo }, 1),

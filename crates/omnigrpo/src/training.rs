@@ -69,13 +69,24 @@ pub struct Inputs {
     /// References for rewards that weigh words by their frequency ([`corpus`](omnigrpo_train::checks::corpus)). They are stored in the
     /// run directory.
     pub corpus: Option<Corpus>,
+    /// Reference of the KL term, or teacher (`LossPlan::distillation`), with the same tokens; `None` for the model as it is at the start.
+    pub reference: Option<Model>,
 }
 
 impl Inputs {
     /// Returns inputs without held-out rows.
     #[must_use]
     pub fn new(model: Model, prompts: PromptBuilder, rows: Dataset, rewards: RewardSet) -> Self {
-        Self { model, prompts, rows, rewards, held_out: None, interaction: None, corpus: None }
+        Self {
+            model,
+            prompts,
+            rows,
+            rewards,
+            held_out: None,
+            interaction: None,
+            corpus: None,
+            reference: None,
+        }
     }
 }
 
@@ -245,7 +256,7 @@ impl Front {
 /// Returns [`TrainError::Refused`](omnigrpo_train::TrainError::Refused) if a check fails, and another error if settings cannot work,
 /// rows or rewards fail later, the loss is not finite, or the disk is full. The newest checkpoint stays usable.
 pub fn train(inputs: Inputs, plan: TrainPlan, front: Front) -> Result<Trained> {
-    let Inputs { model, prompts, rows, rewards, held_out, interaction, corpus } = inputs;
+    let Inputs { model, prompts, rows, rewards, held_out, interaction, corpus, reference } = inputs;
     let Front { console, stop, signals, mut hooks } = front;
     let (prompts, dataset) = (Arc::new(prompts), Arc::new(rows));
     let lock = RunLock::acquire(&plan.output_dir, &format!("process {}", std::process::id()))?;
@@ -269,7 +280,8 @@ pub fn train(inputs: Inputs, plan: TrainPlan, front: Front) -> Result<Trained> {
         ..EvalPlan::new(Arc::clone(&prompts), Arc::new(rows))
     });
     let run = Run {
-        reference_device: model.device(),
+        reference_device: reference.as_ref().map_or(model.device(), Model::device),
+        reference_model: reference.map(|own| Policy::Loaded(Box::new(own))),
         model: Policy::Loaded(Box::new(model)),
         rows: (0..dataset.len()).collect(),
         prompts,

@@ -1807,3 +1807,114 @@ fn the_console_says_what_is_not_obvious() {
     let shown = place.run(&format!("{train} --output_dir two --device cpu --offload_optimizer true"));
     shown.fails(2, &["`offload_optimizer` has no effect", "`device` is cpu"]);
 }
+
+/// Metrics of a run, one list for each step.
+fn of_steps(place: &Place, run: &str, name: &str) -> Vec<f64> {
+    let lines = place.lines(&format!("{run}/metrics.jsonl"));
+    lines.iter().filter_map(|line| line.get(name)?.as_f64()).collect()
+}
+
+/// A reference of its own in another directory, which computes its own features of pictures, changes no bit if it has the weights of the
+/// model. Another one does, and its content belongs to the run.
+#[test]
+fn a_reference_of_its_own_is_that_of_the_kl_term() {
+    let place = Place::new();
+    place.copied_checkpoint("copy");
+    place.checkpoint("other", |header, data| {
+        let [from, to] = ["model.norm.weight", "lm_head.weight"]
+            .iter()
+            .find_map(|name| {
+                header.get(*name).map(|t| [0, 1].map(|at| t["data_offsets"][at].as_u64().unwrap() as usize))
+            })
+            .unwrap();
+        data[from..to].chunks_exact_mut(4).for_each(|value| value.copy_from_slice(&0.5_f32.to_le_bytes()));
+    });
+    let line = "train --model M --threads 1 --num_generations 2 --gradient_accumulation_steps 1 --max_completion_length 4 \
+                --train_file rows.jsonl --reward_funcs random --learning_rate 1e-2 --save_steps 1 --max_pixels 12544";
+    let run = |dir: &str, more: &str| place.run(&format!("{line} --output_dir {dir} {more}"));
+    let two = |dir: &str, more: &str| run(dir, &format!("--beta 0.5 --max_steps 2 {more}")).ok();
+    two("plain", "");
+    let told = two("same", "--ref_model_name_or_path copy").stderr;
+    assert!(told.contains("reference copy (qwen2_5_vl)"), "{told}");
+    assert!(place.bytes("plain/model.safetensors") == place.bytes("same/model.safetensors"));
+    two("differs", "--ref_model_name_or_path other");
+    assert!(place.bytes("plain/model.safetensors") != place.bytes("differs/model.safetensors"));
+    assert!(of_steps(&place, "differs", "kl")[0] > 1e-3 && of_steps(&place, "plain", "kl")[0].abs() < 1e-9);
+    // A run resumes with the same reference alone.
+    std::fs::remove_dir_all(place.path("copy")).unwrap();
+    std::fs::rename(place.path("other"), place.path("copy")).unwrap();
+    run("same", "--beta 0.5 --ref_model_name_or_path copy --max_steps 3")
+        .fails(1, &["weights of the reference"]);
+
+    run("x", "--beta 0 --ref_model_name_or_path copy").fails(2, &["ref_model_name_or_path", "`beta` is 0"]);
+    run("x", "--beta 0.5 --sync_ref_model true --ref_model_name_or_path copy").fails(2, &["stays as it is"]);
+    let text = golden("checkpoints/qwen2").display().to_string();
+    run("x", &format!("--beta 0.5 --ref_model_name_or_path {text}"))
+        .fails(2, &["of another family", "qwen2", "qwen2_5_vl"]);
+}
+
+/// A teacher of another family with the same tokens trains alone, and the policy comes nearer to it. A model with other tokens cannot teach.
+#[test]
+fn a_teacher_scores_every_token() {
+    let place = Place::new();
+    let model = |name: &str| golden("checkpoints").join(name).display().to_string();
+    place.write(
+        "few.jsonl",
+        "{\"id\": \"sum\", \"problem\": \"What is 2+3?\", \"solution\": \"<answer>5</answer>\"}\n".repeat(4),
+    );
+    let line = format!(
+        "--model_name_or_path {} --threads 1 --num_generations 16 --gradient_accumulation_steps 2 --max_completion_length 8 --train_file few.jsonl \
+         --reward_funcs random --learning_rate 1e-2 --num_train_epochs 99",
+        model("qwen2")
+    );
+    let teacher = model("qwen3");
+    let run = |dir: &str, more: &str| place.run(&format!("train {line} --output_dir {dir} {more}"));
+    let told =
+        run("alone", &format!("--teacher_model_name_or_path {teacher} --reward_weights 0 --max_steps 60"))
+            .ok()
+            .stderr;
+    assert!(told.contains(&format!("teacher {teacher} (qwen3)")), "{told}");
+    let kl = of_steps(&place, "alone", "kl");
+    let mean = |part: &[f64]| part.iter().sum::<f64>() / part.len() as f64;
+    assert!(mean(&kl[50..]) < 0.6 * mean(&kl[..10]), "KL to the teacher by step: {kl:?}");
+    // A policy that is its own teacher, without rewards, has nothing to learn in its first update.
+    let own = model("qwen2");
+    run("own", &format!("--teacher_model_name_or_path {own} --reward_weights 0 --max_steps 1")).ok();
+    assert!(of_steps(&place, "own", "grad_norm")[0] < 1e-6);
+    // The teacher is a part of the forecast, and smaller in 8 bits.
+    let bytes = |more: &str| {
+        place.run(&format!("plan {line} --json plan.json {more}")).ok();
+        let plan: Value = serde_json::from_str(&place.text("plan.json")).unwrap();
+        let found = plan.pointer("/parts/reference").and_then(Value::as_u64);
+        found.unwrap_or_else(|| panic!("{plan:#}"))
+    };
+    let whole = bytes(&format!("--teacher_model_name_or_path {teacher}"));
+    assert!(whole > bytes(&format!("--teacher_model_name_or_path {teacher} --ref_load_in_8bit true")));
+
+    let swapped = place.path("swapped");
+    std::fs::create_dir(&swapped).unwrap();
+    for entry in std::fs::read_dir(&teacher).unwrap() {
+        let file = entry.unwrap().path();
+        std::fs::copy(&file, swapped.join(file.file_name().unwrap())).unwrap();
+    }
+    let tokens = place.text("swapped/tokenizer.json");
+    let mut changed: Value = serde_json::from_str(&tokens).unwrap();
+    let vocabulary = changed.pointer_mut("/model/vocab").and_then(Value::as_object_mut).unwrap();
+    let (a, b) = (vocabulary["a"].clone(), vocabulary["b"].clone());
+    (vocabulary["a"], vocabulary["b"]) = (b, a);
+    place.write("swapped/tokenizer.json", changed.to_string());
+    let refused = |more: &str, parts: &[&str]| drop(run("x", more).fails(2, parts));
+    refused(
+        "--teacher_model_name_or_path swapped",
+        &["has other tokens than the policy", "\"b\" with the number", "\"a\""],
+    );
+    refused("--teacher_coef 2", &["teacher_coef", "there is no teacher"]);
+    refused(
+        &format!("--teacher_model_name_or_path {teacher} --beta 0.1"),
+        &["two more models", "`beta` 0.1"],
+    );
+    refused(
+        &format!("--teacher_model_name_or_path {teacher} --loss_type gmpo"),
+        &["teacher_coef", "one advantage per completion"],
+    );
+}

@@ -139,6 +139,15 @@ const RULES: &[Rule] = &[
         })
     }),
     rule(|s| {
+        when(s.model.teacher.is_some() && s.algorithm.loss.beta != 0.0, || {
+            Problem::usage("a teacher and the KL term would need two more models")
+                .got(format!("`teacher_model_name_or_path` and `beta` {}", s.algorithm.loss.beta))
+                .expected(
+                    "`beta 0` with a teacher; without one, `ref_model_name_or_path` names another reference",
+                )
+        })
+    }),
+    rule(|s| {
         when(s.rewards.funcs.is_empty(), || {
             Problem::usage("no reward")
                 .got("an empty `reward_funcs`")

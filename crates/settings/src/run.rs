@@ -161,6 +161,14 @@ pub struct ModelSource {
     pub device: DeviceChoice,
     /// Device of the reference; `None` for the model's device.
     pub reference_device: Option<DeviceChoice>,
+    /// Reference of the KL term, if it is another model.
+    pub reference: Option<String>,
+    /// Teacher.
+    pub teacher: Option<String>,
+    /// Whether the reference or teacher has 8 bits per weight.
+    pub ref_load_in_8bit: bool,
+    /// Whether the reference or teacher has 4 bits per weight.
+    pub ref_load_in_4bit: bool,
     /// Memory of a card that `plan` assumes instead of opening one, bytes.
     pub gpu_memory: Option<u64>,
     pub adapter: Option<PathBuf>,

@@ -114,7 +114,7 @@ pub(crate) fn encode_again(model: &Model, groups: &mut [Group]) -> Result<()> {
     Ok(())
 }
 
-/// Returns the features for the reference. If the tower is trained, the reference computes them. If only the projector is
+/// Returns the features for the reference. If the tower is trained, or if the reference is another model, the reference computes them. If only the projector is
 /// trained, the reference projects the policy's tower output. Otherwise they are the policy's features.
 pub(crate) fn of_reference(
     reference: &Model,
@@ -122,7 +122,7 @@ pub(crate) fn of_reference(
     prompt: &Prompt,
     features: &[Features],
 ) -> Result<Vec<Features>> {
-    if policy.trains_tower() {
+    if policy.trains_tower() || reference.dir() != policy.dir() {
         return Ok(reference.encode_prompt(prompt)?);
     }
     if policy.trains_projection() { project(reference, prompt, features) } else { Ok(features.to_vec()) }

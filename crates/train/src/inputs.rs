@@ -46,12 +46,13 @@ pub fn digests(dataset: &Dataset, files: &[PathBuf]) -> Result<Map<String, Value
 }
 
 /// Returns the directories of a model with their names in messages.
-fn sources(policy: &Policy) -> Vec<(&'static str, PathBuf)> {
+fn sources(policy: &Policy, reference: Option<&Policy>) -> Vec<(&'static str, PathBuf)> {
     let checkpoint = policy.checkpoint();
     let mut sources = vec![("the model", checkpoint.dir().to_owned())];
     if let Policy::Planned(plan) = policy {
         sources.extend(plan.adapter.clone().map(|dir| ("the adapter", dir)));
     }
+    sources.extend(reference.map(|own| ("the reference", own.checkpoint().dir().to_owned())));
     for companion in checkpoint.family().format().companions() {
         sources.extend(companion.dir.map(|dir| (companion.option, dir)));
     }
@@ -60,9 +61,13 @@ fn sources(policy: &Policy) -> Vec<(&'static str, PathBuf)> {
 
 /// Returns what [`of_model`] and [`digests`] cover, with a digest of each file and of each tensor's ends. It reads everything again, so it
 /// serves only to say where inputs differ.
-pub(crate) fn in_parts(policy: &Policy, dataset: &Dataset) -> Result<Map<String, Value>> {
+pub(crate) fn in_parts(
+    policy: &Policy,
+    reference: Option<&Policy>,
+    dataset: &Dataset,
+) -> Result<Map<String, Value>> {
     let mut out = Map::new();
-    for (name, dir) in sources(policy) {
+    for (name, dir) in sources(policy, reference) {
         out.extend(
             source_digests(&dir)?
                 .into_iter()
@@ -78,10 +83,14 @@ pub(crate) fn in_parts(policy: &Policy, dataset: &Dataset) -> Result<Map<String,
 }
 
 /// Returns digests of the files of a model, and the way in which the CPU multiplies with its weights.
-pub(crate) fn of_model(policy: &Policy, outline: &Model) -> Result<Map<String, Value>> {
+pub(crate) fn of_model(
+    policy: &Policy,
+    reference: Option<&Policy>,
+    outline: &Model,
+) -> Result<Map<String, Value>> {
     let random = matches!(policy, Policy::Planned(plan) if plan.random.is_some());
     let mut out = Map::new();
-    for (name, dir) in sources(policy) {
+    for (name, dir) in sources(policy, reference) {
         let digest = source_digest(&dir)?;
         // Random weights need no digest, because the seed determines them.
         if let (Some(weights), false) = (digest.weights, random) {

@@ -63,10 +63,12 @@ pub enum ReferenceKept {
     Copied,
     /// One weight at a time, if the other weights can be read from the checkpoint's files ([`ReferencePlace::Files`]).
     InPlace,
+    /// Another model ([`MemoryPlan::own_reference`]).
+    Own,
 }
 
 /// Settings that determine the memory of a run.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct MemoryPlan<'a> {
     /// Settings of the step.
     pub algorithm: &'a Divided,
@@ -85,6 +87,8 @@ pub struct MemoryPlan<'a> {
     pub evaluation: Option<(Vec<Arc<Prompt>>, usize)>,
     /// Storage of the reference weights.
     pub reference: ReferenceKept,
+    /// Outline of the reference, if it is another model than the policy.
+    pub own_reference: Option<Arc<Model>>,
     /// Memory that holds the model.
     pub of: MemoryOf,
 }
@@ -312,8 +316,12 @@ fn lasting(model: &Model, plan: &MemoryPlan) -> Memory {
             out.reference += if plan.reference == ReferenceKept::Copied && at < base { bytes } else { 0 };
         }
     }
-    if plan.reference == ReferenceKept::InPlace {
-        out.reference = model.reference_bytes();
+    match (plan.reference, &plan.own_reference) {
+        (ReferenceKept::InPlace, _) => out.reference = model.reference_bytes(),
+        (ReferenceKept::Own, Some(own)) => {
+            out.reference = own.params().iter().map(|param| param.num_bytes() as u64).sum();
+        }
+        _ => {}
     }
     out
 }
@@ -435,11 +443,13 @@ pub(crate) fn reinforce(
     let algorithm = Algorithm { split: Division::default(), ..plan.algorithm.algorithm.clone() };
     let algorithm = &Divided::from(algorithm);
     let size = algorithm.num_generations;
-    let reference = if algorithm.loss.needs_reference() {
-        Some(model.reference(ReferencePlace::Memory(model.device()))?)
-    } else {
-        None
+    let start = match &plan.own_reference {
+        None if algorithm.loss.needs_reference() => {
+            Some(model.reference(ReferencePlace::Memory(model.device()))?)
+        }
+        _ => None,
     };
+    let reference = plan.own_reference.as_deref().or(start.as_ref());
     let mut optimizer = AdamW::new(plan.optimizer.clone(), model.params());
     let prompts = || rows.iter().map(|row| &*row.prompt);
     let (encoded, seen) = footprint(|| {
@@ -469,7 +479,7 @@ pub(crate) fn reinforce(
         part.gate(&algorithm.loss)?;
         let mut timer = PhaseTimer::start(Instant::now());
         let at = UpdateAt { step: 0, learning_rate_factor: 1.0 };
-        update((model, reference.as_ref()), &mut optimizer, at, algorithm, part, &mut timer)?;
+        update((model, reference), &mut optimizer, at, algorithm, part, &mut timer)?;
     }
     Ok(())
 }

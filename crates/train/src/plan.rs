@@ -421,6 +421,8 @@ pub struct TrainSetup {
     pub optimizer: AdamWConfig,
     /// Trained weights.
     pub selection: Selection,
+    /// Reference or teacher, if it is another model than the policy at the start of the run.
+    pub reference_model: Option<Model>,
     /// Device of the reference.
     pub reference_device: Device,
     /// Length, records and checkpoints of the run.

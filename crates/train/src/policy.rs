@@ -103,6 +103,18 @@ impl ModelPlan {
         Ok(outline)
     }
 
+    /// Returns the outline of the model that [`Self::load_to_read`] returns.
+    fn outline_to_read(&self) -> Result<Model> {
+        let mut outline =
+            self.with_options(&Selection::NONE, (Device::Outline, InPlace::All), |options| {
+                Ok(Model::load(&self.checkpoint, &LoadOptions { outline: true, ..*options })?)
+            })?;
+        if let Some(adapter) = &self.adapter {
+            outline.load_adapter(adapter)?;
+        }
+        Ok(outline)
+    }
+
     fn new_adapters(&self) -> Option<&LoraConfig> {
         self.lora.as_ref().filter(|_| self.adapter.is_none())
     }
@@ -188,6 +200,22 @@ impl Policy {
         match self {
             Self::Loaded(model) => model.device(),
             Self::Planned(plan) => plan.device,
+        }
+    }
+
+    /// Returns the model, loaded to be read, if it is not in memory.
+    pub(crate) fn load_to_read(self) -> Result<Model> {
+        match self {
+            Self::Loaded(model) => Ok(*model),
+            Self::Planned(plan) => plan.load_to_read(),
+        }
+    }
+
+    /// Returns the outline of the model as it is read.
+    pub(crate) fn outline_to_read(&self) -> Result<Model> {
+        match self {
+            Self::Planned(plan) => plan.outline_to_read(),
+            Self::Loaded(model) => Ok(model.to_outline()?),
         }
     }
 

@@ -10,16 +10,17 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use omnigrpo_data::Dataset;
-use omnigrpo_models::{Model, PromptBuilder, TensorDigests};
+use omnigrpo_models::{Model, ModelError, PromptBuilder, TensorDigests};
 use omnigrpo_observe::{Console, RunLock, Trackers};
 use omnigrpo_ops::{Card, Device, Param, Rates};
 use omnigrpo_rewards::{Corpus, RewardSet, answer_reward};
 use omnigrpo_rollout::Interaction;
+use omnigrpo_text::Tokenizer;
 use serde_json::{Map, Value, json};
 
 use crate::alike;
 use crate::checks::{self, LONGEST};
-use crate::error::{LENGTH_BONUS, ORDER_BONUS, REWARDS, Refusal, Result};
+use crate::error::{LENGTH_BONUS, ORDER_BONUS, REWARDS, Refusal, Result, SYNC_REFERENCE};
 use crate::evaluate::EvalPlan;
 use crate::forecast::{StepTime, step_time};
 use crate::inputs;
@@ -74,6 +75,8 @@ pub struct Run {
     pub optimizer: AdamWConfig,
     /// Trained weights.
     pub selection: Selection,
+    /// Reference or teacher, if it is another model than the policy at the start of the run. It has the same tokens.
+    pub reference_model: Option<Policy>,
     /// Device of the reference.
     pub reference_device: Device,
     /// Length, records and checkpoints of the run. Its fingerprint has the settings; [`Run::prepare`] adds the inputs.
@@ -100,6 +103,8 @@ pub struct Prepared {
     /// Mean memory of a row's decoded media, bytes, of training and of held-out rows; `None` if the rows were not checked.
     row_media_bytes: [Option<f64>; 2],
     resumes: Option<(PathBuf, u64)>,
+    /// Outline of the reference, if it is another model.
+    reference: Option<Arc<Model>>,
     forecast: Forecast,
     /// Digests of the inputs.
     inputs: Map<String, Value>,
@@ -214,6 +219,7 @@ impl Run {
     /// another error if files cannot be read.
     pub fn prepare(self, console: &Console) -> Result<Prepared> {
         self.check_router()?;
+        let reference = self.check_reference()?.map(Arc::new);
         self.check_shuffled()?;
         if let Some(dir) = &self.output_dir {
             resume::find_requested(&self.plan.resume.from, dir)?;
@@ -230,8 +236,17 @@ impl Run {
         };
         let (longest, typical) = (outlines(&longest), outlines(&typical));
         let (resumes, forecast, inputs) = (None, Forecast::default(), Map::new());
-        let mut prepared =
-            Prepared { run: self, bad_rows, longest, typical, row_media_bytes, resumes, forecast, inputs };
+        let mut prepared = Prepared {
+            run: self,
+            bad_rows,
+            longest,
+            typical,
+            row_media_bytes,
+            resumes,
+            reference,
+            forecast,
+            inputs,
+        };
         prepared.foresee()?;
         prepared.find_start()?;
         Ok(prepared)
@@ -252,6 +267,47 @@ impl Run {
             .got(format!("{}, which has no experts", family.name()))
             .expected("a family with experts, such as aria; otherwise remove the two settings")
             .into())
+    }
+
+    /// Checks that a reference of its own can score the policy's completions, and returns its outline.
+    fn check_reference(&self) -> Result<Option<Model>> {
+        let Some(own) = self.reference_model.as_ref().filter(|_| self.algorithm.loss.needs_reference())
+        else {
+            return Ok(None);
+        };
+        let (checkpoint, policy) = (own.checkpoint(), self.model.checkpoint());
+        let [theirs, ours] = [checkpoint.family(), policy.family()];
+        let refused = |what: &str| Refusal::usage(what).at(checkpoint.dir().display());
+        if self.plan.sync_reference.is_some() {
+            return Err(refused("a reference of its own stays as it is")
+                .got(format!("{SYNC_REFERENCE}"))
+                .expected("one of the two")
+                .into());
+        }
+        // Towers read the media as the policy's processor prepares them, and positions follow the family's rule.
+        if theirs.name() != ours.name() && !(theirs.reads_text_only() && ours.reads_text_only()) {
+            return Err(refused("the reference or teacher is of another family")
+                .got(theirs.name())
+                .expected(format!(
+                    "{}, as the policy; any two families that read text alone go together",
+                    ours.name()
+                ))
+                .into());
+        }
+        let (own_tokens, tokens) =
+            (Tokenizer::from_dir(checkpoint.dir()).map_err(ModelError::from)?, self.prompts.tokenizer());
+        let each = 0..tokens.vocab_size() as u32;
+        if let Some(id) = each.into_iter().find(|&id| own_tokens.token(id) != tokens.token(id)) {
+            let shown = |token: Option<String>| {
+                token.map_or_else(|| "no token".to_owned(), |token| format!("{token:?}"))
+            };
+            return Err(refused("the reference or teacher has other tokens than the policy")
+                .got(format!("{} with the number {id}", shown(own_tokens.token(id))))
+                .expected(shown(tokens.token(id)))
+                .help("take a model with the same tokens, such as another size of the same family")
+                .into());
+        }
+        own.outline_to_read().map(Some)
     }
 
     /// Checks that a reward can tell whether an answer depends on the order of frames.
@@ -473,7 +529,9 @@ impl Prepared {
         let Some(dir) = self.run.output_dir.clone().filter(|_| !self.forecast.is_hopeless()) else {
             return Ok(());
         };
-        let of_model = inputs::of_model(&self.run.model, &self.outline(&self.variant())?)?;
+        let run = &self.run;
+        let of_model =
+            inputs::of_model(&run.model, run.reference_model.as_ref(), &self.outline(&self.variant())?)?;
         let digests = inputs::digests(&self.run.dataset, &self.run.reward_files)?;
         self.inputs = of_model.into_iter().chain(digests).collect();
         self.run.plan.resume.fingerprint.extend(self.inputs.clone());
@@ -617,6 +675,8 @@ impl Prepared {
         };
         if !needed || device != self.run.reference_device {
             ReferenceKept::No
+        } else if self.reference.is_some() {
+            ReferenceKept::Own
         } else if published && variant.plan.lends_reference(device) {
             ReferenceKept::InPlace
         } else {
@@ -645,6 +705,7 @@ impl Prepared {
             prompts_per_step: prompts,
             evaluation,
             reference: self.reference(variant, device),
+            own_reference: self.reference.clone().filter(|_| objective == Objective::Reinforce),
             of: if device == Device::Cpu { MemoryOf::Host } else { MemoryOf::Card },
         }
     }
@@ -679,7 +740,7 @@ impl Prepared {
         // All ranks know that one differs. Its parts say where.
         let whole =
             |name: &str| ["dataset", "files of ", "weights of "].iter().any(|own| name.starts_with(own));
-        let parts = inputs::in_parts(&self.run.model, &self.run.dataset);
+        let parts = inputs::in_parts(&self.run.model, self.run.reference_model.as_ref(), &self.run.dataset);
         let own = own.into_iter().filter(|(name, _)| !whole(name));
         alike::check(ranks, what, parts.map(|parts| own.chain(parts).collect()))?;
         Err(first.into())
@@ -747,6 +808,15 @@ impl Prepared {
             let each = model.tensor_digests().into_iter();
             Ok(each.map(|(name, digest)| (name, shown(digest))).collect())
         })?;
+        let reference_model = match run.reference_model.filter(|_| run.algorithm.loss.needs_reference()) {
+            Some(own) => {
+                let own = own.load_to_read()?;
+                let role = if run.algorithm.loss.distillation > 0.0 { "teacher" } else { "reference" };
+                console.line(&format!("{role} {} ({})", own.dir().display(), own.family().name()));
+                Some(own)
+            }
+            None => None,
+        };
         if let Some(name) = &run.plan.card.run_name {
             console.line(&format!("run {name}"));
         }
@@ -769,6 +839,7 @@ impl Prepared {
             algorithm: run.algorithm,
             optimizer: run.optimizer,
             selection: run.selection,
+            reference_model,
             reference_device: run.reference_device,
             run: plan,
             lock,

@@ -135,6 +135,7 @@ fn an_update_holds_what_its_outline_says() {
             prompts_per_step: 3,
             evaluation: None,
             reference: ReferenceKept::Copied,
+            own_reference: None,
             of: MemoryOf::Host,
         };
         let outline = make(Device::Outline);

@@ -53,6 +53,7 @@ fn run(file: &Path, output_dir: &Path) -> Run {
         algorithm: algorithm(3, 8),
         optimizer: optimizer(),
         selection: Selection::ALL,
+        reference_model: None,
         reference_device: omnigrpo_ops::Device::Cpu,
         plan: RunPlan {
             max_steps: Some(2),
@@ -278,6 +279,7 @@ fn plans_count_the_answers_of_an_environment() {
             prompts_per_step: 2,
             evaluation: None,
             reference: ReferenceKept::No,
+            own_reference: None,
             of: MemoryOf::Host,
         };
         memory(&model, &plan).unwrap()

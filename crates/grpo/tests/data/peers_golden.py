@@ -47,6 +47,10 @@ class Inputs:
                 self.logp[row, t] = -3 * next(u)
                 self.old[row, t] = self.logp[row, t] + (next(u) - 0.5) * 1.6
                 self.sampler[row, t] = self.old[row, t] + (next(u) - 0.5) * 0.8
+        self.teacher = torch.zeros(B, T, dtype=F64)
+        for row, length in enumerate(self.lengths):
+            for t in range(length):
+                self.teacher[row, t] = self.old[row, t] + (next(u) - 0.5) * 2
 
 
 class Accelerator:
@@ -84,9 +88,9 @@ def trl(of, case, **more):
     inputs = dict(
         prompt_ids=torch.zeros(B, 1), prompt_mask=torch.ones(B, 1), completion_ids=torch.zeros(B, T), completion_mask=case.mask,
         advantages=torch.tensor(case.advantages, dtype=F64), old_per_token_logps=case.old, old_logps=(case.old * case.mask).sum(1),
-        num_items_in_batch=2 * case.mask.sum(), **more,
+        num_items_in_batch=2 * case.mask.sum(),
     )
-    loss = of.kind._compute_loss(of, None, inputs)
+    loss = of.kind._compute_loss(of, None, {**inputs, **more})
     loss.backward()
     return result(loss, lp.grad, case)
 
@@ -157,6 +161,9 @@ def main():
         out["off_policy_mask"].append(
             trl(trainer(GRPOTrainer, {}, off_policy_mask_threshold=0.1), case, sampling_per_token_logps=case.sampler)
         )
+        # TRL takes an advantage for each token.
+        taught = torch.tensor(case.advantages, dtype=F64).unsqueeze(1) + 0.7 * (case.teacher - case.old)
+        out["distillation"].append(trl(trainer(GRPOTrainer, {}), case, advantages=taught))
         out["rloo"].append(trl(trainer(RLOOTrainer, {}), case))
         out["gmpo"].append(trl(trainer(GMPOTrainer, {}, epsilon_low=0.4, epsilon_high=0.3), case))
         lp = case.logp.clone().requires_grad_()

@@ -4,7 +4,7 @@ use super::*;
 use crate::Settings;
 use crate::names::words;
 use crate::values::Field as _;
-use Kind::{Bool, Choice};
+use Kind::{Bool, Choice, Text};
 use omnigrpo_grpo::{AdvantageKind, Aggregation, CorrectionKind, Kl, RatioLevel, Recipe, Surrogate};
 use omnigrpo_train::SyncReference;
 
@@ -40,6 +40,11 @@ fn no_weight(s: &Settings) -> Option<&'static str> {
 fn no_bound(s: &Settings) -> Option<&'static str> {
     let mean = matches!(s.algorithm.loss.surrogate, Surrogate::GeometricMean { .. });
     no_lower_clip(s).or_else(|| mean.then_some("the recipe of `loss_type` bounds every token"))
+}
+
+fn no_other_model(s: &Settings) -> Option<&'static str> {
+    (s.model.teacher.is_none() && s.model.reference.is_none())
+        .then_some("neither a teacher nor a reference of its own is given")
 }
 
 fn no_kl(s: &Settings) -> Option<&'static str> {
@@ -95,6 +100,57 @@ pub const FLAGS: &[Flag] = &[
         GRPO,
     )
     .help("Recipe: sets the advantage, the surrogate, the aggregation and the KL estimator together."),
+    row(
+        "teacher_model_name_or_path",
+        Text,
+        Place {
+            field: "model.teacher",
+            set: |s, v| {
+                s.model.teacher = Some(take(v)?);
+                (s.algorithm.loss.distillation, s.algorithm.loss.beta) = (1.0, 0.0);
+                Ok(())
+            },
+            get: |s| s.model.teacher.clone().value(),
+        },
+        GRPO,
+    )
+    .help(
+        "Directory or hub name of a teacher with the same tokens, such as a larger size of the same family. It scores every \
+         sampled token; the log-probability that it gives beyond the policy's is added to the token's advantage (on-policy \
+         distillation). With `--reward_weights 0` the teacher alone trains, and rewards are only measured.",
+    )
+    .alias(&["teacher_model"])
+    .unset("no teacher"),
+    row(
+        "teacher_coef",
+        float(0.0, BIG),
+        Place {
+            field: "algorithm.loss.distillation",
+            set: |s, v| {
+                if s.model.teacher.is_some() {
+                    s.algorithm.loss.distillation = take(v)?;
+                }
+                Ok(())
+            },
+            get: |s| s.model.teacher.as_ref().and_then(|_| s.algorithm.loss.distillation.value()),
+        },
+        GRPO,
+    )
+    .help("Weight of the teacher beside the rewards.")
+    .alias(&["teacher_kl_coef"])
+    .unset("1 with a teacher")
+    .idle(|s, _| s.model.teacher.is_none().then_some("there is no teacher")),
+    row("ref_model_name_or_path", Text, at!(model.reference), GRPO)
+        .help("Directory or hub name of the reference of the KL term, with the same tokens.")
+        .alias(&["ref_model"])
+        .unset("the model before training")
+        .idle(|s, _| no_kl(s)),
+    row("ref_load_in_8bit", Bool, at!(model.ref_load_in_8bit), GRPO)
+        .help("Store a reference or teacher of its own in 8 bits per weight.")
+        .idle(|s, _| no_other_model(s)),
+    row("ref_load_in_4bit", Bool, at!(model.ref_load_in_4bit), GRPO)
+        .help("Store a reference or teacher of its own in 4 bits per weight.")
+        .idle(|s, _| no_other_model(s)),
     row("beta", float(0.0, BIG), at!(algorithm.loss.beta), &[Train, Demo, Bench])
         .help("Weight of the KL to the starting model. At 0 no reference is stored.")
         .alias(&["grpo_beta"])

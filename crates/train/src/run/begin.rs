@@ -39,7 +39,10 @@ impl Loop {
         let ready = if split.ranks.is_first() { remove_leftovers(dir, console) } else { Ok(()) };
         setup.selection.apply(&model)?;
         console.line(summary(&model).trim_end());
-        let reference = reference(&model, &algorithm, &run, setup.reference_device)?;
+        let reference = match setup.reference_model {
+            Some(own) => Some(own),
+            None => reference(&model, &algorithm, &run, setup.reference_device)?,
+        };
         let optimizer = AdamW::new(setup.optimizer, model.params()).over(&split, &model).in_run(dir);
 
         let bad = run.rows.bad.iter().map(|(row, ..)| *row).collect();

@@ -62,6 +62,7 @@ pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSe
         algorithm: algorithm(3, 8),
         optimizer: optimizer(),
         selection: Selection::ALL,
+        reference_model: None,
         reference_device: omnigrpo_ops::Device::Cpu,
         run: RunPlan {
             max_steps: Some(6),

@@ -238,6 +238,7 @@ fn needed(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
             prompts_per_step: 1,
             evaluation: None,
             reference: ReferenceKept::InPlace,
+            own_reference: None,
             of: MemoryOf::Host,
         };
         let memory = omnigrpo_train::memory(&outline, &plan)?;

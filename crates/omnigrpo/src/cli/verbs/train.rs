@@ -353,6 +353,8 @@ pub fn prepare(
         algorithm: divided(settings, context, leaves),
         optimizer: settings.optimizer.clone(),
         selection: setup::selection(settings, checkpoint.family()),
+        reference_model: setup::reference_plan(settings, reference_device)?
+            .map(|plan| Policy::Planned(Box::new(plan))),
         reference_device,
         plan: run_plan(resolved, context, objective, leaves),
         check_rows: !settings.data.skip_check,

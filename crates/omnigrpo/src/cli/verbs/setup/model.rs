@@ -57,16 +57,33 @@ pub fn model_plan(settings: &Settings, checkpoint: &Checkpoint, device: Device) 
     ModelPlan {
         checkpoint: checkpoint.clone(),
         dtype: model.dtype,
-        bits: match (model.load_in_8bit, model.load_in_4bit) {
-            (true, _) => Some(QuantBits::Eight),
-            (_, true) => Some(QuantBits::Four),
-            _ => None,
-        },
+        bits: bits(model.load_in_8bit, model.load_in_4bit),
         device,
         arithmetic: arithmetic(settings),
         random: model.init_weights,
         adapter: model.adapter.clone(),
         lora: model.use_peft.then(|| settings.lora.clone()),
+    }
+}
+
+/// Returns the plan of a reference or teacher that is another model than the policy.
+pub fn reference_plan(settings: &Settings, device: Device) -> Result<Option<ModelPlan>> {
+    let model = &settings.model;
+    let (what, name) = match (&model.teacher, &model.reference) {
+        (Some(name), _) => ("the teacher", name),
+        (None, Some(name)) => ("the reference", name),
+        (None, None) => return Ok(None),
+    };
+    let checkpoint = Checkpoint::open(&named_dir(what, name, settings)?)?;
+    let bits = bits(model.ref_load_in_8bit, model.ref_load_in_4bit);
+    Ok(Some(ModelPlan { bits, device, arithmetic: arithmetic(settings), ..ModelPlan::of(&checkpoint) }))
+}
+
+fn bits(eight: bool, four: bool) -> Option<QuantBits> {
+    match (eight, four) {
+        (true, _) => Some(QuantBits::Eight),
+        (_, true) => Some(QuantBits::Four),
+        _ => None,
     }
 }
 
