@@ -47,7 +47,7 @@ pub enum AdvantageKind {
     /// mean and deviation of the complete batch are used instead; a group of equal rewards can then have a non-zero
     /// advantage.
     GroupStdClamped,
-    /// `R` minus the mean of the other rows of the group: `(R - mean_group) n / (n - 1)` (RLOO, arXiv 2402.14740).
+    /// `R` minus the mean reward that the rest of its group has: `(R - mean_group) n / (n - 1)` (RLOO, arXiv 2402.14740).
     LeaveOneOut,
     /// `(R - m) / sqrt(v + 1e-8)`, with mean and sample variance over all tokens of the batch, each with its row's reward
     /// (REINFORCE++, arXiv 2501.03262; verl `reinforce_plus_plus` with `gamma` 1).

@@ -859,7 +859,7 @@ fn policy_term(surrogate: Surrogate, c: f64, a: f64, logp: f64) -> Term {
             Term { value: -gate * (4.0 / tau) * a, d_logp: 0.0, d_ratio: -4.0 * gate * (1.0 - gate) * a }
         }
         Surrogate::LogProb => Term { value: -a * logp, d_logp: -a, d_ratio: 0.0 },
-        // Their terms belong to the completion: see `Completion::geometric_mean` and `Completion::vespo`.
+        // One term per completion: see `Completion::geometric_mean` and `Completion::vespo`.
         Surrogate::GeometricMean { .. } | Surrogate::Vespo { .. } => {
             Term { value: 0.0, d_logp: 0.0, d_ratio: 0.0 }
         }

@@ -26,7 +26,7 @@ pub struct Earlier {
     pub name: &'static str,
     /// Earlier default. It holds for checkpoints that do not name the setting.
     pub default: &'static str,
-    /// Reason that the user is told if the checkpoint does not name the setting.
+    /// Reason in the message to the user if the checkpoint does not name the setting.
     pub why: &'static str,
 }
 
