@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use omnigrpo_data::Dataset;
-use omnigrpo_models::{Model, PromptBuilder, TensorDigests};
+use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_observe::{Console, Metric, RunLock, StepProgress, Trackers};
 use omnigrpo_rewards::{Corpus, RewardSet};
 use omnigrpo_rollout::Interaction;
@@ -279,21 +279,15 @@ pub fn train(inputs: Inputs, plan: TrainPlan, front: Front) -> Result<Trained> {
         interaction: interaction.clone(),
         ..EvalPlan::new(Arc::clone(&prompts), Arc::new(rows))
     });
+    let device = reference.as_ref().map_or(model.device(), Model::device);
+    let model = Policy::Loaded(Box::new(model));
     let run = Run {
-        reference_device: reference.as_ref().map_or(model.device(), Model::device),
+        reference_device: device,
         reference_model: reference.map(|own| Policy::Loaded(Box::new(own))),
-        model: Policy::Loaded(Box::new(model)),
-        rows: (0..dataset.len()).collect(),
-        prompts,
-        shuffled: None,
-        dataset,
         eval,
-        rewards,
         interaction,
         corpus,
-        reward_bytes: 0,
         reward_files: plan.reward_files,
-        reward_weights: TensorDigests::new(),
         algorithm: plan.algorithm.into(),
         optimizer: plan.optimizer,
         selection: plan.selection,
@@ -301,8 +295,8 @@ pub fn train(inputs: Inputs, plan: TrainPlan, front: Front) -> Result<Trained> {
         check_rows: plan.check_rows,
         cache_dir: Some(lock.root().join(".cache")),
         media_bytes: plan.media_bytes,
-        gpu_memory: None,
         output_dir: Some(lock.root().to_owned()),
+        ..Run::new(model, prompts, dataset, rewards)
     };
     let mut progress = std::mem::take(&mut hooks.progress);
     if !progress.is_empty() {

@@ -74,6 +74,7 @@ pub fn binding(values: &Values, settings: &Settings, verb: Verb, leaves: usize) 
 fn unnamed(settings: &Settings) -> impl Iterator<Item = (String, Json)> {
     let Settings { prompts: PromptSettings { render, media, .. }, algorithm, run, .. } = settings;
     let usual = MediaSettings::default();
+    let taught = settings.model.teacher.is_none() && algorithm.loss.distillation != 0.0;
     let changed = [
         (!render.tools.is_empty(), "tools", json!(render.tools)),
         (render.now.is_some(), "time of the chat template", json!(render.now)),
@@ -81,6 +82,7 @@ fn unnamed(settings: &Settings) -> impl Iterator<Item = (String, Json)> {
         (media.dynamic_sample != usual.dynamic_sample, "dynamic_sample", json!(media.dynamic_sample)),
         (media.shuffle_frames != usual.shuffle_frames, "shuffle_frames", json!(media.shuffle_frames)),
         (!algorithm.recall, "recall", json!(algorithm.recall)),
+        (taught, "distillation", json!(algorithm.loss.distillation)),
     ];
     changed
         .into_iter()
@@ -258,7 +260,8 @@ mod tests {
     #[test]
     fn plans_that_differ_in_a_field_without_a_setting_have_another_binding() {
         let bound = of(&Settings::default()).0;
-        let changes: [fn(&mut Settings); 6] = [
+        let changes: [fn(&mut Settings); 7] = [
+            |s| s.algorithm.loss.distillation = 0.5,
             |s| s.prompts.render.tools.push(json!({ "type": "function" })),
             |s| s.prompts.media.seed = 7,
             |s| s.prompts.media.shuffle_frames = true,

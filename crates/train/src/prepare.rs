@@ -36,7 +36,7 @@ use crate::room;
 use crate::run::train;
 use crate::selection::Selection;
 use crate::split::{GradientSum, Shard, Split};
-use crate::step::Divided;
+use crate::step::{Algorithm, Divided};
 use crate::survey::{RowCheck, Survey};
 
 /// Names of the kinds of rows in messages.
@@ -211,6 +211,41 @@ pub struct Trained {
 }
 
 impl Run {
+    /// Returns a run on all rows with default settings, without evaluation and without a directory: it is only planned.
+    #[must_use]
+    pub fn new(
+        model: Policy,
+        prompts: Arc<PromptBuilder>,
+        dataset: Arc<Dataset>,
+        rewards: RewardSet,
+    ) -> Self {
+        Self {
+            reference_device: model.device(),
+            reference_model: None,
+            model,
+            prompts,
+            shuffled: None,
+            rows: (0..dataset.len()).collect(),
+            dataset,
+            eval: None,
+            rewards,
+            interaction: None,
+            corpus: None,
+            reward_bytes: 0,
+            reward_files: Vec::new(),
+            reward_weights: TensorDigests::new(),
+            algorithm: Algorithm::default().into(),
+            optimizer: AdamWConfig::default(),
+            selection: Selection::default(),
+            plan: RunPlan::default(),
+            check_rows: true,
+            cache_dir: None,
+            media_bytes: None,
+            gpu_memory: None,
+            output_dir: None,
+        }
+    }
+
     /// Checks everything that can be checked before the model is loaded, and prints what it found.
     ///
     /// # Errors

@@ -8,8 +8,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use omnigrpo_models::{
-    Checkpoint, LoadOptions, LoraConfig, Model, Prompt, PromptBuilder, PromptSettings, QuantBits,
-    TensorDigests, WeightDtype,
+    Checkpoint, LoadOptions, LoraConfig, Model, Prompt, PromptBuilder, PromptSettings, QuantBits, WeightDtype,
 };
 use omnigrpo_observe::{Console, Metric, RunLock, Trackers};
 use omnigrpo_ops::Device;
@@ -37,24 +36,11 @@ fn by_name(name: &str) -> RewardSet {
 fn run(file: &Path, output_dir: &Path) -> Run {
     let dir = checkpoint(MODEL);
     let dataset = Arc::new(dataset(file, file.parent().unwrap()));
+    let model = Policy::Planned(Box::new(ModelPlan::of(&Checkpoint::open(&dir).unwrap())));
     Run {
-        model: Policy::Planned(Box::new(ModelPlan::of(&Checkpoint::open(&dir).unwrap()))),
-        prompts: Arc::new(prompts(&dir, 8)),
-        shuffled: None,
-        rows: (0..dataset.len()).collect(),
-        dataset,
-        eval: None,
-        rewards: by_name("random"),
-        interaction: None,
-        corpus: None,
-        reward_bytes: 0,
-        reward_files: Vec::new(),
-        reward_weights: TensorDigests::new(),
         algorithm: algorithm(3, 8),
         optimizer: optimizer(),
         selection: Selection::ALL,
-        reference_model: None,
-        reference_device: omnigrpo_ops::Device::Cpu,
         plan: RunPlan {
             max_steps: Some(2),
             prompts_per_step: 2,
@@ -62,11 +48,9 @@ fn run(file: &Path, output_dir: &Path) -> Run {
             rows: RowPlan { seed: 1, ..RowPlan::default() },
             ..RunPlan::default()
         },
-        check_rows: true,
-        cache_dir: None,
         media_bytes: Some(0),
-        gpu_memory: None,
         output_dir: Some(output_dir.to_owned()),
+        ..Run::new(model, Arc::new(prompts(&dir, 8)), dataset, by_name("random"))
     }
 }
 

@@ -337,14 +337,11 @@ pub fn prepare(
         false => None,
     };
     let leaves = output_dir.map_or(Ok(1), |dir| leaves(settings, &context.ranks, dir))?;
+    let model = Policy::Planned(Box::new(setup::model_plan(settings, checkpoint, device)));
     let run = Run {
-        model: Policy::Planned(Box::new(setup::model_plan(settings, checkpoint, device))),
-        prompts,
         shuffled,
-        dataset,
         rows,
         eval,
-        rewards,
         interaction: context.interaction(settings)?,
         corpus,
         reward_bytes: reward_bytes.unwrap_or(0),
@@ -362,6 +359,7 @@ pub fn prepare(
         media_bytes: setup::media_bytes(settings),
         gpu_memory: settings.model.gpu_memory,
         output_dir: output_dir.map(Path::to_owned),
+        ..Run::new(model, prompts, dataset, rewards)
     };
     Ok(run.prepare(&context.console)?)
 }
