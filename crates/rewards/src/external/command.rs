@@ -18,7 +18,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{
-    Answer, ExternalOptions, Failure, Log, Request, answer_of, attempts, excerpt, python_function, redacted,
+    Answer, ExternalOptions, Failure, Log, Request, StatedRange, answer_of, attempts, excerpt, python_function, redacted,
     rows_name, same_id, spread, values,
 };
 use crate::contract::Logged;
@@ -39,6 +39,7 @@ struct CommandReward {
     options: ExternalOptions,
     program: Program,
     log: Log,
+    stated: StatedRange,
 }
 
 /// Processes of one program, each started when it is first needed and kept.
@@ -158,7 +159,7 @@ fn started(
         program,
         source,
     })?;
-    Ok(Box::new(CommandReward { name, options, program, log: Log::default() }))
+    Ok(Box::new(CommandReward { name, options, program, log: Log::default(), stated: StatedRange::default() }))
 }
 
 /// Returns "my_reward" for `python my_reward.py`, or the name of the function if an argument contains it.
@@ -177,7 +178,7 @@ impl Reward for CommandReward {
     }
 
     fn range(&self) -> (f64, f64) {
-        self.options.range.unwrap_or((f64::NEG_INFINITY, f64::INFINITY))
+        self.options.range.unwrap_or_else(|| self.stated.get())
     }
 
     fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
@@ -213,6 +214,7 @@ impl CommandReward {
         let read = |line: &str, id: u64| {
             let answer: Answer = parsed(line)?;
             same_id(answer.id, id)?;
+            self.stated.take(answer.range);
             values(answer, rows.len())
         };
         self.program.exchange(worker, |id| Request::new(id, rows, &self.options, probe), read)

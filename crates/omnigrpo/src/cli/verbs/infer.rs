@@ -370,6 +370,7 @@ pub fn evaluation(resolved: &Resolved, context: &Context) -> Result<Evaluation> 
         rows.iter().copied(),
         &prompts,
         sampled(settings).num_generations,
+        &context.console,
     )?;
     let plan = EvalPlan {
         prompts: Arc::new(prompts),

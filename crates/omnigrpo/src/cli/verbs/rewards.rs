@@ -180,7 +180,7 @@ fn probe(rewards: &RewardSet, dataset: &Dataset) -> Result<()> {
     let Some((sample, completions)) = (0..dataset.len()).find_map(|row| read_row(dataset, row).ok()) else {
         return Ok(());
     };
-    omnigrpo_train::probe(rewards, &sample, &completions).map_err(|error| {
+    omnigrpo_train::probe(rewards, &sample, &completions).map(drop).map_err(|error| {
         let help = "the reward had to score the completions of one row before the others; nothing is written";
         Problem::of(&error).at("--reward_funcs").help(help).into()
     })
