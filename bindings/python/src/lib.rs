@@ -370,7 +370,13 @@ fn attended<T: Send + 'static>(
         let to_rewards = line.clone();
         let mut caller = Caller::new(move |name| {
             let (name, system, line) = (name.to_owned(), system.clone(), to_rewards.clone());
-            Some(Box::new(Function { name, system, line, logged: Mutex::default(), stated: StatedRange::default() }))
+            Some(Box::new(Function {
+                name,
+                system,
+                line,
+                logged: Mutex::default(),
+                stated: StatedRange::default(),
+            }))
         });
         (caller.console, caller.stop) = (console, asked_to_stop);
         caller.functions.environment = Some(Arc::new(Environments(line.clone())));

@@ -126,8 +126,11 @@ struct Together {
 
 impl Together {
     fn add_group(&mut self, lengths: &[usize], totals: &[Option<f64>]) {
-        let scored: Vec<(f64, f64)> =
-            lengths.iter().zip(totals).filter_map(|(&length, total)| Some((length as f64, (*total)?))).collect();
+        let scored: Vec<(f64, f64)> = lengths
+            .iter()
+            .zip(totals)
+            .filter_map(|(&length, total)| Some((length as f64, (*total)?)))
+            .collect();
         let count = scored.len().max(1) as f64;
         let length = scored.iter().map(|own| own.0).sum::<f64>() / count;
         let reward = scored.iter().map(|own| own.1).sum::<f64>() / count;
@@ -413,7 +416,9 @@ impl MetricSums {
     /// (`format_graded`).
     fn reward_named(&self, name: &str) -> Option<f64> {
         let exact = self.rewards.iter().find(|r| r.name == name);
-        exact.or_else(|| self.rewards.iter().find(|r| r.name.starts_with(name))).and_then(|r| r.values.moments.mean())
+        exact
+            .or_else(|| self.rewards.iter().find(|r| r.name.starts_with(name)))
+            .and_then(|r| r.values.moments.mean())
     }
 }
 
@@ -460,7 +465,9 @@ mod tests {
         assert_eq!(get(&sums, "rewards/format_graded/std"), Some(0.0));
         assert_eq!(get(&sums, "rewards/accuracy"), get(&sums, "rewards/accuracy/mean"));
         assert_eq!((get(&sums, "reward/min"), get(&sums, "reward/max")), (Some(0.5), Some(1.5)));
-        let of = |name: &str| (get(&sums, &format!("rewards/{name}/min")), get(&sums, &format!("rewards/{name}/max")));
+        let of = |name: &str| {
+            (get(&sums, &format!("rewards/{name}/min")), get(&sums, &format!("rewards/{name}/max")))
+        };
         assert_eq!(of("accuracy"), (Some(0.0), Some(1.0)));
         assert_eq!(of("format_graded"), (Some(1.0), Some(1.0)));
         // Lengths 1, 2 | 3, 4: deviations ±1/2 in both groups; rewards ±1/2 and 0. -1/2 / sqrt(1 · 1/2).

@@ -18,8 +18,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{
-    Answer, ExternalOptions, Failure, Log, Request, StatedRange, answer_of, attempts, excerpt, python_function, redacted,
-    rows_name, same_id, spread, values,
+    Answer, ExternalOptions, Failure, Log, Request, StatedRange, answer_of, attempts, excerpt,
+    python_function, redacted, rows_name, same_id, spread, values,
 };
 use crate::contract::Logged;
 use crate::{Reward, RewardError, RewardInput, RewardOptions};
@@ -159,7 +159,13 @@ fn started(
         program,
         source,
     })?;
-    Ok(Box::new(CommandReward { name, options, program, log: Log::default(), stated: StatedRange::default() }))
+    Ok(Box::new(CommandReward {
+        name,
+        options,
+        program,
+        log: Log::default(),
+        stated: StatedRange::default(),
+    }))
 }
 
 /// Returns "my_reward" for `python my_reward.py`, or the name of the function if an argument contains it.
@@ -592,7 +598,7 @@ done"#;
         let probe = |body: &str, range| {
             let set = set(dir.path(), body, |o| o.range = range).unwrap();
             let row = Row::new("q", "1", "s");
-            set.probe(&[row.input()]).map_err(|error| error.to_string())
+            set.probe(&[row.input()]).map(drop).map_err(|error| error.to_string())
         };
         // The answer is marked, and the process is kept.
         let marked =

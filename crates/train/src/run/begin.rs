@@ -148,7 +148,14 @@ impl Loop {
         console.record_to(&dir.join(names::EVENTS), step)?;
         let event = match start {
             Start::From(resumed) => {
-                own.each_step(|step, metrics| drop(self.records.health.add(step, metrics)))?;
+                let health = &mut self.records.health;
+                own.each_step(|step, metrics, of_evaluation| {
+                    drop(if of_evaluation {
+                        health.evaluated(step, metrics)
+                    } else {
+                        health.add(step, metrics)
+                    });
+                })?;
                 let continued = own.continued(step)?;
                 self.place.evaluated_at = continued.evaluated.then_some(step);
                 let logged = continued.last_step.unwrap_or(0);
