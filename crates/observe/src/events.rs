@@ -88,7 +88,7 @@ pub enum AskedBy {
 }
 
 /// Begin or end of a training problem.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TrainingProblem {
     /// Name of the rule that found the problem.
     pub rule: String,
@@ -101,6 +101,15 @@ pub struct TrainingProblem {
     pub since: u64,
     /// Message for the user.
     pub text: String,
+    /// Short description of the problem; empty for an end.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub title: String,
+    /// Numbers that show the problem; empty for an end.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub what: String,
+    /// Advice in whole sentences without the last full stop; empty for an end.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub advice: String,
 }
 
 /// Line of `events.jsonl`.

@@ -918,13 +918,15 @@ impl Health {
                 good: rule.good,
                 since,
                 text,
+                ..TrainingProblem::default()
             };
             match (lasting.as_mut(), sign) {
                 (None, Some(sign)) => {
                     let since = (step + 1).saturating_sub(rule.window as u64);
-                    let text =
-                        format!("{} (steps {since} to {step}): {sign}. {}", rule.title, (rule.advice)());
-                    told.push(problem(true, since, text));
+                    let (title, advice) = (rule.title.to_owned(), (rule.advice)());
+                    let text = format!("{title} (steps {since} to {step}): {sign}. {advice}");
+                    let what = sign;
+                    told.push(TrainingProblem { title, what, advice, ..problem(true, since, text) });
                     *lasting = Some(Lasting { since, calm: 0 });
                 }
                 (Some(own), Some(_)) => own.calm = 0,
@@ -1229,7 +1231,7 @@ mod tests {
         // Reward and length.
         let longer = |correlation: f64, growth: f64| {
             let all = rising(&[("reward/length_correlation", correlation)]).into_iter().zip(1..);
-            all.map(|(mut metrics, step)| {
+            all.map(move |(mut metrics, step)| {
                 metrics.retain(|(name, _)| name != "completions/mean_length");
                 metrics.push(("completions/mean_length".into(), Some(20.0 + growth * f64::from(step))));
                 metrics

@@ -165,8 +165,13 @@ mod tests {
         console.event(Some(0), &Event::Started { num_steps: 40 });
         console.event(Some(20), &Event::Checkpoint { path: "runs/x/checkpoint-20".into() });
         console.warning("after the checkpoint");
-        let problem =
-            |begins| TrainingProblem { rule: "r".into(), begins, good: false, since: 3, text: "t".into() };
+        let problem = |begins| TrainingProblem {
+            rule: "r".into(),
+            begins,
+            since: 3,
+            text: "t".into(),
+            ..TrainingProblem::default()
+        };
         console.event(Some(21), &Event::Problem(problem(true)));
         console.event(Some(30), &Event::Problem(problem(false)));
         console.event(Some(31), &Event::evaluation(&[("eval_reward".into(), Some(0.5)), ("x".into(), None)]));

@@ -327,7 +327,7 @@ mod tests {
         let mut sender = notifier(&[&address], &out);
         let problem = |begins| {
             let (rule, text) = ("cut_off".into(), "all are cut off".into());
-            Event::Problem(TrainingProblem { rule, begins, good: false, since: 3, text })
+            Event::Problem(TrainingProblem { rule, begins, since: 3, text, ..TrainingProblem::default() })
         };
         sender.event(7, &problem(true));
         let (head, body) = received.recv().unwrap();
@@ -380,7 +380,7 @@ mod tests {
             let (rule, text) = ("cut_off".into(), "x".repeat(9000));
             sender.event(
                 step,
-                &Event::Problem(TrainingProblem { rule, begins: true, good: false, since: 0, text }),
+                &Event::Problem(TrainingProblem { rule, begins: true, text, ..TrainingProblem::default() }),
             );
         }
         sender.end(&Event::Finished, None);
