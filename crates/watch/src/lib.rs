@@ -55,5 +55,5 @@ pub use prometheus::Prometheus;
 pub use report::{Report, curves, report};
 pub use server::{Action, Controls, Server};
 pub use tensorboard::TensorBoard;
-pub use verdict::{Example, Kind, Measure, Measured, Verdict, verdict};
+pub use verdict::{Example, Kind, Measure, Measured, Verdict, verdict, verdicts};
 pub use wandb::{Wandb, WandbRun};

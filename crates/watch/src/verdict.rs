@@ -6,6 +6,8 @@
 //! A result has changed if the difference exceeds 1.96 standard errors for held-out rows, and 3 for steps, whose rows differ. The
 //! problems come from the rules that the run has applied to its own metrics.
 
+use std::path::{Path, PathBuf};
+
 use omnigrpo_observe::{EnvironmentTurn, Rollout, RunLock, TrainingProblem, escape_line, fit, names};
 use serde::Serialize;
 use serde_json::Value;
@@ -156,13 +158,20 @@ impl Verdicts {
 /// Returns the verdict on the run in a directory.
 ///
 /// # Errors
-/// Returns an error if the directory contains no run, more than one, or files that cannot be read.
-pub fn verdict(directory: &std::path::Path) -> Result<Verdict, Error> {
-    let runs = Run::find(&[directory.to_owned()])?;
-    match runs.as_slice() {
-        [run] => Verdicts::default().of(run),
-        _ => Err(Error::NoRun { path: directory.to_owned() }),
-    }
+/// Returns an error if the directory contains no run, or files that cannot be read.
+pub fn verdict(directory: &Path) -> Result<Verdict, Error> {
+    let dir = std::fs::canonicalize(directory).map_err(Error::io("open", directory))?;
+    Verdicts::default().of(&Run { dir })
+}
+
+/// Returns the names of the runs in directories, each with the verdict on it. A directory is a run or contains runs.
+///
+/// # Errors
+/// Returns an error if a directory contains no run, or files that cannot be read.
+pub fn verdicts(directories: &[PathBuf]) -> Result<Vec<(String, Verdict)>, Error> {
+    let runs = Run::find(directories)?;
+    let all = Verdicts::default();
+    Run::names(&runs).into_iter().zip(&runs).map(|(name, run)| Ok((name, all.of(run)?))).collect()
 }
 
 /// How a result has changed.
@@ -413,7 +422,7 @@ impl Judged<'_> {
             let media: Vec<String> =
                 record.media.iter().cloned().chain(record.turns.iter().flat_map(of_turns)).collect();
             let name = |path: &String| {
-                let name = std::path::Path::new(path).file_name();
+                let name = Path::new(path).file_name();
                 name.map_or_else(String::new, |name| cut(&name.to_string_lossy()))
             };
             Example {
@@ -592,5 +601,186 @@ impl std::fmt::Display for Verdict {
             writeln!(f, "  {}", escape_line(command))?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use omnigrpo_observe::{Event, EventRecord};
+    use serde_json::json;
+
+    use super::*;
+
+    /// Writes the files of a run: rewards of its steps, evaluations with their interval, and events.
+    fn run(
+        rewards: impl IntoIterator<Item = f64>,
+        evaluations: &[(u64, f64, (f64, f64))],
+        events: &[Event],
+    ) -> tempfile::TempDir {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path();
+        fs::create_dir_all(root.join("eval")).unwrap();
+        fs::create_dir_all(root.join("rollouts")).unwrap();
+        let mut metrics = String::new();
+        let evaluation = |step: u64| evaluations.iter().find(|own| own.0 == step);
+        let line = |own: &(u64, f64, (f64, f64))| {
+            let summary = json!({ "eval_reward": own.1, "reward_interval": own.2, "reward_is_share": true });
+            fs::write(root.join(format!("eval/step-{:06}.summary.json", own.0)), summary.to_string())
+                .unwrap();
+            format!("{}\n", json!({ "step": own.0, "eval_rows": 180, "eval_reward": own.1 }))
+        };
+        metrics += &evaluation(0).map(line).unwrap_or_default();
+        for (at, reward) in rewards.into_iter().enumerate() {
+            let step = at as u64 + 1;
+            let row = json!({
+                "step": step, "reward": reward, "completions/count": 64, "rewards/exact/min": 0.0,
+                "rewards/exact/max": f64::from(u8::from(reward > 0.0)),
+            });
+            metrics += &format!("{row}\n");
+            metrics += &evaluation(step).map(line).unwrap_or_default();
+        }
+        fs::write(root.join("metrics.jsonl"), metrics).unwrap();
+        let started = Event::Started { num_steps: 60 };
+        let record = |event: &Event| {
+            let record = EventRecord { step: 0, time: String::new(), event: event.clone() };
+            format!("{}\n", serde_json::to_string(&record).unwrap())
+        };
+        let all: String = std::iter::once(&started).chain(events).map(record).collect();
+        fs::write(root.join("events.jsonl"), all).unwrap();
+        directory
+    }
+
+    fn problem(rule: &str) -> Event {
+        Event::Problem(TrainingProblem {
+            rule: rule.to_owned(),
+            begins: true,
+            since: 1,
+            text: "t".to_owned(),
+            title: "a title".to_owned(),
+            what: "numbers".to_owned(),
+            advice: "Change this".to_owned(),
+            ..TrainingProblem::default()
+        })
+    }
+
+    /// Rewards that rise until a step and then stay, with a small change from step to step.
+    fn rising(until: usize, steps: usize) -> impl Iterator<Item = f64> {
+        (1..=steps).map(move |step| {
+            0.1 + 0.7 * step.min(until) as f64 / until as f64 + 0.05 * f64::from(u8::from(step % 2 == 0))
+        })
+    }
+
+    #[test]
+    fn a_run_that_learned_is_told_with_its_interval() {
+        let evaluations = [(0, 0.31, (0.25, 0.38)), (60, 0.92, (0.87, 0.95))];
+        let directory = run(rising(20, 60), &evaluations, &[Event::Finished]);
+        let verdict = verdict(directory.path()).unwrap();
+        assert_eq!(
+            (verdict.kind, verdict.state, verdict.measure),
+            (Kind::Learned, "finished", Some(Measure::Reward))
+        );
+        let from = verdict.nothing_new_from.unwrap();
+        assert!((15..=22).contains(&from), "{from}");
+        let text = format!(
+            "Learned: held out 31 % → 92 % (95 % interval 87 to 95 %), nothing new from step {from} on.\nNext: Take harder rows, or stop.\n"
+        );
+        assert_eq!(verdict.to_string(), text);
+        // Problems of the way are no verdict on a run that learned.
+        let directory = run(rising(20, 60), &evaluations, &[problem("no_variance"), Event::Finished]);
+        assert_eq!(super::verdict(directory.path()).unwrap().kind, Kind::Learned);
+        // The reward rises to the end.
+        let directory = run(rising(60, 60), &evaluations, &[Event::Finished]);
+        let verdict = super::verdict(directory.path()).unwrap();
+        assert_eq!((verdict.kind, verdict.nothing_new_from), (Kind::Learned, None));
+        assert!(verdict.next.contains("more steps"), "{}", verdict.next);
+    }
+
+    #[test]
+    fn changes_by_chance_and_for_the_worse_are_no_learning() {
+        let of = |evaluations: &[(u64, f64, (f64, f64))], rewards: Vec<f64>, events: &[Event]| {
+            let directory = run(rewards, evaluations, events);
+            verdict(directory.path()).unwrap()
+        };
+        let flat: Vec<f64> = (0..60).map(|step| 0.3 + 0.02 * f64::from(step % 3)).collect();
+        let chance =
+            of(&[(0, 0.31, (0.25, 0.38)), (60, 0.33, (0.27, 0.40))], flat.clone(), &[Event::Finished]);
+        assert_eq!(chance.kind, Kind::NotLearned);
+        assert!(
+            chance.sentence.contains("held out 31 % → 33 % (95 % interval 27 to 40 %), which may be chance"),
+            "{chance}"
+        );
+        let worse =
+            of(&[(0, 0.61, (0.55, 0.68)), (60, 0.33, (0.27, 0.40))], flat.clone(), &[Event::Finished]);
+        assert_eq!(worse.kind, Kind::Worse);
+        // Without held-out rows, by the steps.
+        let trained = of(&[], rising(20, 60).collect(), &[Event::Finished]);
+        assert_eq!((trained.kind, trained.measure), (Kind::Learned, Some(Measure::TrainingReward)));
+        assert_eq!(of(&[], flat.clone(), &[Event::Finished]).kind, Kind::NotLearned);
+        assert_eq!(of(&[], flat[..4].to_vec(), &[]).kind, Kind::TooEarly);
+        assert_eq!(of(&[], Vec::new(), &[]).kind, Kind::TooEarly);
+        // A problem that lasts explains it, one that ended does not.
+        let why = of(&[], flat.clone(), &[problem("flat"), Event::Finished]);
+        assert_eq!((why.kind, why.sentence.as_str()), (Kind::NotLearned, "Not learned: a title: numbers."));
+        assert_eq!((why.next.as_str(), why.problems), ("Change this.", vec!["flat".to_owned()]));
+        let ended = Event::Problem(TrainingProblem { rule: "flat".into(), ..TrainingProblem::default() });
+        let why = of(&[], flat, &[problem("flat"), ended, Event::Finished]);
+        assert!(why.problems.is_empty() && why.sentence.starts_with("Not learned so far"), "{why}");
+    }
+
+    #[test]
+    fn a_dead_reward_is_shown_with_the_nearest_completion_and_a_command() {
+        let directory = run([0.0; 40], &[], &[problem("dead_reward"), Event::Finished]);
+        let root = directory.path();
+        fs::write(
+            root.join("config.yaml"),
+            "reward_funcs: [\"my rew.py:exact\"]   # flag\nlearning_rate: 0.000001  # default\n",
+        )
+        .unwrap();
+        let line = |sample: usize, completion: &str| {
+            let record = json!({
+                "step": 40, "timestamp": "", "epoch": 0.5, "id": "train:7", "group": 0, "sample": sample,
+                "prompt": "<|im_start|>user\nWhich colour?<|im_end|>", "completion": completion, "solution": "Dark red",
+                "rewards": { "exact": 0.0 }, "reward": 0.0, "advantage": 0.0, "length": 3, "media": [], "finish_reason": "stop",
+            });
+            format!("{record}\n")
+        };
+        let lines = [line(0, "blue"), line(1, "<answer>dark red</answer>"), line(2, "dark"), line(3, "")];
+        fs::write(root.join("rollouts/step-000040.jsonl"), lines.concat()).unwrap();
+        let verdict = verdict(root).unwrap();
+        assert_eq!(verdict.kind, Kind::NotLearned);
+        let real = fs::canonicalize(root).unwrap();
+        let text = format!(
+            "Not learned: reward `exact` was 0 for all 2,560 completions.\n  row train:7: Which colour?\n  \
+             nearest completion, reward 0: <answer>dark red</answer>\n  its solution: Dark red\nNext: Change this.\n  \
+             omnigrpo rewards try 'my rew.py:exact' --input {}\n",
+            real.display()
+        );
+        assert_eq!(verdict.to_string(), text);
+        let example = verdict.example.unwrap();
+        assert_eq!((example.step, example.group, example.sample, example.is_nearest), (40, 0, 1, true));
+    }
+
+    #[test]
+    fn texts_are_compared_by_pairs_of_letters() {
+        assert_eq!(likeness("<think>x</think><answer> Red </answer>", "red"), 1.0);
+        assert!(likeness("dark red", "red") > likeness("blue", "red"));
+        assert!(likeness("", "red") < 0.01 && likeness("red.", "red") < 1.0);
+        assert_eq!(
+            (thousands(2560.0), thousands(999.0), thousands(1_234_567.0)),
+            ("2,560".into(), "999".into(), "1,234,567".into())
+        );
+        assert_eq!((quoted("a b'c"), quoted("rew.py:f")), ("'a b'\\''c'".to_owned(), "rew.py:f".to_owned()));
+    }
+
+    #[test]
+    fn a_run_without_files_of_its_own_is_too_early() {
+        let directory = tempfile::tempdir().unwrap();
+        assert_eq!(verdict(directory.path()).unwrap().kind, Kind::TooEarly);
+        fs::write(directory.path().join("metrics.jsonl"), "not json\n{\"step\":1}\n[1]\n{\"step\":2,\"rew")
+            .unwrap();
+        fs::write(directory.path().join("events.jsonl"), "nothing\n{}\n").unwrap();
+        assert_eq!(verdict(directory.path()).unwrap().kind, Kind::TooEarly);
     }
 }

@@ -243,7 +243,7 @@ fn generate_rows(resolved: &Resolved, context: &Context) -> Result<()> {
 }
 
 /// Returns the sampling options of these commands.
-fn sampled(settings: &Settings) -> EvalOptions {
+pub fn sampled(settings: &Settings) -> EvalOptions {
     EvalOptions {
         num_generations: settings.algorithm.num_generations,
         sampling: settings.algorithm.sampling.clone(),
