@@ -24,7 +24,8 @@ the last question. Every column of the dataset is a keyword argument, one entry 
 so are `solution`, `completion_ids`, `image_path` (the row's media), and `trainer_state`. `log_metric(name, value)` and
 `log_extra(column, values)` work as in TRL: metrics of the step, columns in the records of completions.
 A completion that called tools is a list of all its turns, those of the tools included.
-Return one number, or None for "not applicable", per completion. `async def` works as well.
+Return one number, or None for "not applicable", per completion. `async def` works as well. A function may state the smallest and the
+largest number that it returns: `reward.range = (0, 1)`. The run then knows which reward is the best possible one.
 
 Functions written for two other trainers work as well. The names of the parameters tell them apart.
 
@@ -161,6 +162,25 @@ def _settled(values, **how):
     return values
 
 
+class _MissingColumn(TypeError):
+    """A parameter of a reward without a column. Its message says all, so no traceback is shown with it."""
+
+
+def _stated_range(reward):
+    """Returns the smallest and the largest value that a reward states, as part of an answer."""
+    stated = getattr(reward, "range", None)
+    if stated is None or callable(stated):
+        return {}
+    try:
+        low, high = (float(end) for end in stated)
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not low < high:
+        raise TypeError(f"the range of the reward `{_named(reward)}` is {stated!r:.80}, expected two numbers such as (0, 1), the smaller one first")
+    # JSON has no infinite numbers.
+    return {"range": [end if math.isfinite(end) else None for end in (low, high)]}
+
+
 def _named(reward):
     return getattr(reward, "__name__", type(reward).__name__)
 
@@ -213,7 +233,16 @@ def _asked(reward, rows, text, log, **more):
         return _verl(reward, rows, log, parameters, batch="solution_strs" in parameters)
     if only_keywords and getattr(reward, "__name__", "") == "compute_score":
         return _verl(reward, rows, log, parameters, batch=False)
-    return _listed(reward, _settled(reward(**_arguments(rows, text, log, more))))
+    arguments = _arguments(rows, text, log, more)
+    by_keyword = (p for p in parameters.values() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    lacking = [p.name for p in by_keyword if p.name not in arguments]
+    if lacking:
+        columns = list(dict.fromkeys(name for row in rows for name in row["columns"]))
+        raise _MissingColumn(
+            f"the reward `{_named(reward)}` takes {', '.join(f'`{name}`' for name in lacking)}, and the rows have no such column; "
+            f"they have: {', '.join(columns) or 'none'}; every reward also gets: {', '.join(n for n in arguments if n not in columns)}"
+        )
+    return _listed(reward, _settled(reward(**arguments)))
 
 
 _JSON = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null", list: "array", tuple: "array", dict: "object"}
@@ -516,7 +545,7 @@ def _scores(reward, rows, text, **more):
         where = f"row {rows[at]['row']}, completion {rows[at]['sample']}" if at < len(rows) else f"value {at}"
         return None if value is None else _finite(value, f"the reward `{_named(reward)}` of {where}")
 
-    return {"rewards": [number(at, value) for at, value in enumerate(values)], **log.answer()}
+    return {"rewards": [number(at, value) for at, value in enumerate(values)], **_stated_range(reward), **log.answer()}
 
 
 def to_json(value, default=None):
@@ -558,9 +587,12 @@ def serve(function, text=False, pipes=None):
                 environments = environments or _environments(function)
                 answer = environments.answer(request)
             out = to_json({"id": request["id"], **answer})
-        except Exception:
+        except Exception as error:
             kind = "error" if "rows" in request else "fault"
-            out = json.dumps({"id": request["id"], kind: traceback.format_exc(limit=-3)})
+            told = str(error) if isinstance(error, _MissingColumn) else traceback.format_exc(limit=-3)
+            if "'list' object has no attribute" in told and kind == "error":
+                told += "\na completion is a list of messages here; its text is completion[-1]['content']"
+            out = json.dumps({"id": request["id"], kind: told})
         print(out, file=answers, flush=True)
 
 

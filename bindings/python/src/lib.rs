@@ -20,7 +20,7 @@ use omnigrpo::cli::embed::{self, Caller, Loaded};
 use omnigrpo::settings::{Problem, Resolved, Verb};
 use omnigrpo::{
     Activity, Cause, Completion, Console, Evaluation, Logged, Observer, Peer, Reward, RewardError,
-    RewardInput, Tone, demo, rows_as_json,
+    RewardInput, StatedRange, Tone, demo, rows_as_json,
 };
 use omnigrpo_guard::MachineFailure;
 use pyo3::exceptions::{PyKeyboardInterrupt, PyRuntimeError, PySystemExit, PyValueError};
@@ -175,6 +175,7 @@ struct Function {
     system: Option<String>,
     line: Line,
     logged: Mutex<Logged>,
+    stated: StatedRange,
 }
 
 /// The answer of a reward.
@@ -185,6 +186,7 @@ struct Scores {
     metrics: std::collections::BTreeMap<String, f64>,
     #[serde(default)]
     columns: std::collections::BTreeMap<String, Vec<Value>>,
+    range: Option<[Option<f64>; 2]>,
 }
 
 /// The tools and environments of Python.
@@ -255,7 +257,7 @@ impl Reward for Function {
     }
 
     fn range(&self) -> (f64, f64) {
-        (f64::NEG_INFINITY, f64::INFINITY)
+        self.stated.get()
     }
 
     fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
@@ -267,6 +269,7 @@ impl Reward for Function {
             source: Box::new(raised_exception("the function")),
         })?;
         let scores: Scores = serde_json::from_str(&answer).map_err(|e| error(e.to_string()))?;
+        self.stated.take(scores.range);
         let lengths = scores.columns.values().map(Vec::len).chain([scores.rewards.len()]);
         if let Some(wrong) = lengths.into_iter().find(|length| *length != batch.len()) {
             return Err(error(format!("it returned {wrong} values for {} completions", batch.len())));
@@ -367,7 +370,13 @@ fn attended<T: Send + 'static>(
         let to_rewards = line.clone();
         let mut caller = Caller::new(move |name| {
             let (name, system, line) = (name.to_owned(), system.clone(), to_rewards.clone());
-            Some(Box::new(Function { name, system, line, logged: Mutex::default() }))
+            Some(Box::new(Function {
+                name,
+                system,
+                line,
+                logged: Mutex::default(),
+                stated: StatedRange::default(),
+            }))
         });
         (caller.console, caller.stop) = (console, asked_to_stop);
         caller.functions.environment = Some(Arc::new(Environments(line.clone())));

@@ -7,6 +7,8 @@
 //! - `reward_std/group` is the mean of the groups' deviations; `reward_std` is over the batch.
 //! - `frac_reward_zero_std` counts groups whose rewards are all equal, regardless of the scale of the advantage.
 //! - `grpo/policy_seq_log_prob` is the mean over completions of their summed log-probability, in nats.
+//! - `reward/min`, `reward/max`, `rewards/NAME/min`, `rewards/NAME/max` and `completions/count` tell which values were given to how many
+//!   completions. `reward/length_correlation` is Pearson's correlation of length and reward within the groups.
 
 use serde::{Deserialize, Serialize};
 
@@ -85,11 +87,71 @@ fn extreme<T: Copy>(a: Option<T>, b: Option<T>, choose: impl Fn(T, T) -> T) -> O
     }
 }
 
+/// Statistics of rewards.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+struct Values {
+    moments: Moments,
+    min: Option<f64>,
+    max: Option<f64>,
+}
+
+impl Values {
+    fn push(&mut self, value: f64) {
+        self.moments.push(value);
+        self.min = extreme(self.min, Some(value), f64::min);
+        self.max = extreme(self.max, Some(value), f64::max);
+    }
+
+    fn merge(&mut self, other: &Self) {
+        self.moments.merge(&other.moments);
+        self.min = extreme(self.min, other.min, f64::min);
+        self.max = extreme(self.max, other.max, f64::max);
+    }
+}
+
 /// Statistics of one reward function.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct RewardSums {
     name: String,
-    values: Moments,
+    values: Values,
+}
+
+/// Sums of squares and products of the deviations of lengths and rewards from the means of their group.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+struct Together {
+    lengths: f64,
+    rewards: f64,
+    products: f64,
+}
+
+impl Together {
+    fn add_group(&mut self, lengths: &[usize], totals: &[Option<f64>]) {
+        let scored: Vec<(f64, f64)> = lengths
+            .iter()
+            .zip(totals)
+            .filter_map(|(&length, total)| Some((length as f64, (*total)?)))
+            .collect();
+        let count = scored.len().max(1) as f64;
+        let length = scored.iter().map(|own| own.0).sum::<f64>() / count;
+        let reward = scored.iter().map(|own| own.1).sum::<f64>() / count;
+        for (own_length, own_reward) in scored {
+            self.lengths += (own_length - length).powi(2);
+            self.rewards += (own_reward - reward).powi(2);
+            self.products += (own_length - length) * (own_reward - reward);
+        }
+    }
+
+    fn merge(&mut self, other: &Self) {
+        self.lengths += other.lengths;
+        self.rewards += other.rewards;
+        self.products += other.products;
+    }
+
+    /// Returns the correlation; `None` if the lengths or the rewards do not vary within any group.
+    fn correlation(&self) -> Option<f64> {
+        let both = self.lengths * self.rewards;
+        (both > 0.0).then(|| (self.products / both.sqrt()).clamp(-1.0, 1.0))
+    }
 }
 
 /// Sums from which the metrics of one optimizer step are computed.
@@ -122,7 +184,8 @@ pub struct MetricSums {
     terminated: Lengths,
     // Sums of the rewards.
     rewards: Vec<RewardSums>,
-    total: Moments,
+    total: Values,
+    together: Together,
     group_std: Moments,
     groups: u64,
     zero_std_groups: u64,
@@ -194,13 +257,16 @@ impl MetricSums {
     /// advantages.
     ///
     /// # Shapes
-    /// `functions`: name and `[rows]` values per reward function; `totals`: `[rows]`, prompt-major; `zero_std`: `[groups]`.
+    /// `functions`: name and `[rows]` values per reward function; `totals`: `[rows]`, prompt-major; `lengths`: `[rows]`, in tokens;
+    /// `zero_std`: `[groups]`.
     pub fn add_rewards(
         &mut self,
         functions: &[(&str, &[Option<f64>])],
         totals: &[Option<f64>],
+        lengths: &[usize],
         zero_std: &[bool],
     ) -> Result<(), Error> {
+        same_length("lengths", lengths.len(), totals.len())?;
         for (_, values) in functions {
             same_length("rewards of one function", values.len(), totals.len())?;
         }
@@ -217,7 +283,9 @@ impl MetricSums {
             values.iter().flatten().for_each(|value| sums.push(*value));
         }
         totals.iter().flatten().for_each(|total| self.total.push(*total));
-        for group in totals.chunks(totals.len() / groups) {
+        let size = (totals.len() / groups).max(1);
+        for (group, lengths) in totals.chunks(size).zip(lengths.chunks(size)) {
+            self.together.add_group(lengths, group);
             let mut moments = Moments::default();
             group.iter().flatten().for_each(|total| moments.push(*total));
             if let Some(std) = moments.std() {
@@ -229,9 +297,9 @@ impl MetricSums {
         Ok(())
     }
 
-    fn reward_sums(&mut self, name: &str) -> &mut Moments {
+    fn reward_sums(&mut self, name: &str) -> &mut Values {
         let at = self.rewards.iter().position(|r| r.name == name).unwrap_or_else(|| {
-            self.rewards.push(RewardSums { name: name.to_owned(), values: Moments::default() });
+            self.rewards.push(RewardSums { name: name.to_owned(), values: Values::default() });
             self.rewards.len() - 1
         });
         &mut self.rewards[at].values
@@ -265,6 +333,7 @@ impl MetricSums {
             self.reward_sums(&sums.name).merge(&sums.values);
         }
         self.total.merge(&other.total);
+        self.together.merge(&other.together);
         self.group_std.merge(&other.group_std);
         self.groups += other.groups;
         self.zero_std_groups += other.zero_std_groups;
@@ -272,7 +341,7 @@ impl MetricSums {
 
     /// Returns the mean total reward over scorable completions.
     pub fn reward(&self) -> Option<f64> {
-        self.total.mean()
+        self.total.moments.mean()
     }
 
     /// Returns the metrics in a fixed order. Parts to which nothing was added (rewards, completions, loss) are left out.
@@ -322,16 +391,23 @@ impl MetricSums {
             put("completion_length", mean(self.lengths.sum as f64, self.lengths.count));
             let clipped = self.lengths.count - self.terminated.count;
             put(metric::CLIPPED, mean(clipped as f64, self.lengths.count));
+            put(metric::COUNT, Some(self.lengths.count as f64));
         }
         if self.groups > 0 {
-            put(metric::REWARD, self.total.mean());
-            put(metric::REWARD_STD, self.total.std());
+            put(metric::REWARD, self.total.moments.mean());
+            put(metric::REWARD_STD, self.total.moments.std());
+            put(metric::REWARD_MIN, self.total.min);
+            put(metric::REWARD_MAX, self.total.max);
+            put(metric::LENGTH_CORRELATION, self.together.correlation());
             put("reward_std/group", self.group_std.mean());
             put(metric::ZERO_STD, mean(self.zero_std_groups as f64, self.groups));
             for sums in &self.rewards {
-                put(&format!("rewards/{}", sums.name), sums.values.mean());
-                put(&format!("rewards/{}/mean", sums.name), sums.values.mean());
-                put(&format!("rewards/{}/std", sums.name), sums.values.std());
+                let Values { moments, min, max } = sums.values;
+                put(&format!("rewards/{}", sums.name), moments.mean());
+                put(&format!("rewards/{}/mean", sums.name), moments.mean());
+                put(&format!("rewards/{}/std", sums.name), moments.std());
+                put(&format!("rewards/{}/min", sums.name), min);
+                put(&format!("rewards/{}/max", sums.name), max);
             }
         }
         if self.loss.is_some() && self.groups > 0 {
@@ -339,7 +415,7 @@ impl MetricSums {
             put("grpo/kl_div", self.kl);
             put("grpo/format_reward", self.reward_named("format"));
             put("grpo/accuracy_reward", self.reward_named("accuracy"));
-            put("grpo/total_reward", self.total.mean());
+            put("grpo/total_reward", self.total.moments.mean());
             put("grpo/advantage", mean(self.advantage, self.loss_completions));
             put("grpo/total_loss", self.loss);
         }
@@ -350,7 +426,9 @@ impl MetricSums {
     /// (`format_graded`).
     fn reward_named(&self, name: &str) -> Option<f64> {
         let exact = self.rewards.iter().find(|r| r.name == name);
-        exact.or_else(|| self.rewards.iter().find(|r| r.name.starts_with(name))).and_then(|r| r.values.mean())
+        exact
+            .or_else(|| self.rewards.iter().find(|r| r.name.starts_with(name)))
+            .and_then(|r| r.values.moments.mean())
     }
 }
 
@@ -373,10 +451,10 @@ mod tests {
 
     fn record(sums: &mut MetricSums, accuracy: &[Option<f64>], format: &[Option<f64>]) {
         let totals = weighted_sum(&[accuracy.to_vec(), format.to_vec()], &[1.0, 0.5]).unwrap();
-        let advantages =
-            advantages(&totals, 2, AdvantageKind::GroupStd, 1.0, &vec![3; totals.len()]).unwrap();
-        sums.add_rewards(&[("accuracy", accuracy), ("format_graded", format)], &totals, &advantages.zero_std)
-            .unwrap();
+        let lengths: Vec<usize> = (1..=totals.len()).collect();
+        let advantages = advantages(&totals, 2, AdvantageKind::GroupStd, 1.0, &lengths).unwrap();
+        let functions = [("accuracy", accuracy), ("format_graded", format)];
+        sums.add_rewards(&functions, &totals, &lengths, &advantages.zero_std).unwrap();
     }
 
     #[test]
@@ -396,6 +474,15 @@ mod tests {
         assert!((get(&sums, "rewards/accuracy/std").unwrap() - (1_f64 / 3.0).sqrt()).abs() < 1e-15);
         assert_eq!(get(&sums, "rewards/format_graded/std"), Some(0.0));
         assert_eq!(get(&sums, "rewards/accuracy"), get(&sums, "rewards/accuracy/mean"));
+        assert_eq!((get(&sums, "reward/min"), get(&sums, "reward/max")), (Some(0.5), Some(1.5)));
+        let of = |name: &str| {
+            (get(&sums, &format!("rewards/{name}/min")), get(&sums, &format!("rewards/{name}/max")))
+        };
+        assert_eq!(of("accuracy"), (Some(0.0), Some(1.0)));
+        assert_eq!(of("format_graded"), (Some(1.0), Some(1.0)));
+        // Lengths 1, 2 | 3, 4: deviations ±1/2 in both groups; rewards ±1/2 and 0. -1/2 / sqrt(1 · 1/2).
+        let correlation = get(&sums, "reward/length_correlation").unwrap();
+        assert!((correlation + 0.5_f64.sqrt()).abs() < 1e-15, "{correlation}");
 
         sums.add_loss(0.25, 0.2, Some(0.5));
         assert_eq!(get(&sums, "grpo/format_reward"), Some(1.0));
@@ -411,6 +498,7 @@ mod tests {
         assert_eq!(get(&sums, "reward"), None);
         assert_eq!(get(&sums, "rewards/accuracy/mean"), None);
         assert_eq!(get(&sums, "frac_reward_zero_std"), Some(1.0));
+        assert_eq!((get(&sums, "reward/min"), get(&sums, "reward/length_correlation")), (None, None));
     }
 
     #[test]
@@ -429,6 +517,7 @@ mod tests {
             assert_eq!(get(&sums, &format!("completions/{name}")), Some(expected), "{name}");
         }
         assert_eq!(get(&sums, "completion_length"), Some(6.0));
+        assert_eq!(get(&sums, "completions/count"), Some(3.0));
         let mut all_cut = MetricSums::default();
         all_cut.add_completions(&[8], &[true]).unwrap();
         assert_eq!(get(&all_cut, "completions/mean_terminated_length"), Some(0.0));

@@ -88,16 +88,28 @@ pub enum AskedBy {
 }
 
 /// Begin or end of a training problem.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TrainingProblem {
     /// Name of the rule that found the problem.
     pub rule: String,
     /// True if the problem begins, false if it ends.
     pub begins: bool,
+    /// True if it is no problem but the aim of the run: nothing is left to learn.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub good: bool,
     /// First step that the rule read when the problem began.
     pub since: u64,
     /// Message for the user.
     pub text: String,
+    /// Short description of the problem; empty for an end.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub title: String,
+    /// Numbers that show the problem; empty for an end.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub what: String,
+    /// Advice in whole sentences without the last full stop; empty for an end.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub advice: String,
 }
 
 /// Line of `events.jsonl`.
@@ -127,7 +139,8 @@ impl Event {
             Self::Resumed { checkpoint, num_steps } => {
                 format!("resuming from {checkpoint} at step {step} of {num_steps}")
             }
-            Self::Warning { text } | Self::Problem(TrainingProblem { text, begins: true, .. }) => {
+            Self::Warning { text }
+            | Self::Problem(TrainingProblem { text, begins: true, good: false, .. }) => {
                 format!("warning: {text}")
             }
             Self::Problem(TrainingProblem { text, .. }) => text.clone(),
@@ -159,8 +172,10 @@ impl Event {
 
     pub(crate) fn tone(&self) -> Tone {
         match self {
-            Self::Warning { .. } | Self::Problem(TrainingProblem { begins: true, .. }) => Tone::Warning,
-            Self::Resumed { .. } => Tone::Notice,
+            Self::Warning { .. } | Self::Problem(TrainingProblem { begins: true, good: false, .. }) => {
+                Tone::Warning
+            }
+            Self::Resumed { .. } | Self::Problem(TrainingProblem { begins: true, .. }) => Tone::Notice,
             _ => Tone::Note,
         }
     }

@@ -275,18 +275,19 @@ impl RunDir {
         Ok(continued)
     }
 
-    /// Passes the metrics of every logged step to `take`, in order.
+    /// Passes the metrics of every logged step and evaluation to `take`, in order, with true for an evaluation.
     ///
     /// # Errors
     /// Returns an error if the log cannot be read.
-    pub fn each_step(&self, mut take: impl FnMut(u64, &[Metric])) -> Result<(), Error> {
+    pub fn each_step(&self, mut take: impl FnMut(u64, &[Metric], bool)) -> Result<(), Error> {
         let path = self.root.join(METRICS);
         each_row(&path, |row: Map<String, Value>| {
             let step = row.get("step").and_then(Value::as_u64);
-            if let Some(step) = step.filter(|_| !is_evaluation(&row)) {
+            let of_evaluation = is_evaluation(&row);
+            if let Some(step) = step {
                 let metrics: Vec<Metric> =
                     row.into_iter().map(|(name, value)| (name, value.as_f64())).collect();
-                take(step, &metrics);
+                take(step, &metrics, of_evaluation);
             }
         })
     }

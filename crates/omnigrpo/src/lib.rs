@@ -102,8 +102,8 @@ pub use omnigrpo_observe::{Activity, AskedBy, Console, Event, StepProgress, Tone
 pub use omnigrpo_ops::Device;
 pub use omnigrpo_rewards::{
     AccuracyMode, AnswerPolicy, Corpus, ExternalOptions, FormatMode, Logged, Measures, Reward, RewardError,
-    RewardInput, RewardMatrix, RewardOptions, RewardSet, RowKey, Score, Summary, build as build_rewards,
-    build_with as build_rewards_with, reward, rows_as_json,
+    RewardInput, RewardMatrix, RewardOptions, RewardSet, RowKey, Score, StatedRange, Summary,
+    build as build_rewards, build_with as build_rewards_with, reward, rows_as_json,
 };
 pub use omnigrpo_rollout::{
     Answer, AnswerPart, Completion, Environment, Episode, EpisodeKey, FinishReason, GenerateOptions,

@@ -329,9 +329,15 @@ impl RewardSet {
         limits.filter(|(_, limit)| limit.room() < completion_tokens).collect()
     }
 
-    /// Asks every program and endpoint to score the completions of one row, and ignores the values.
-    pub fn probe(&self, group: &[RewardInput<'_>]) -> Result<(), RewardError> {
-        self.rewards.iter().try_for_each(|reward| check(reward.as_ref(), group, &reward.probe(group)?))
+    /// Asks every program and endpoint to score the completions of one row. Returns the name and the values of each reward; built-in
+    /// rewards have none.
+    pub fn probe(&self, group: &[RewardInput<'_>]) -> Result<Vec<(&str, Vec<Option<f64>>)>, RewardError> {
+        let each = self.rewards.iter().map(|reward| {
+            let values = reward.probe(group)?;
+            check(reward.as_ref(), group, &values)?;
+            Ok((reward.name(), values))
+        });
+        each.collect()
     }
 
     /// Scores a batch with only the named reward.

@@ -47,7 +47,9 @@ pub use evaluation::{
     Category, Confusion, EvalRow, Explained, ExplanationReport, LabelSet, Labels, MEASURES, Measures,
     Summary, TextScores, answer, answer_reward, explanations, pass_at_k, summarize, wilson_interval,
 };
-pub use external::{CallError, Caller, ExternalOptions, conversation, redacted, rows_as_json, spec_files};
+pub use external::{
+    CallError, Caller, ExternalOptions, StatedRange, conversation, redacted, rows_as_json, spec_files,
+};
 pub use omnigrpo_data::Think;
 pub use options::{AccuracyMode, AnswerPolicy, Compat, FormatMode, RewardOptions};
 pub use table::{RewardRow, build, build_with, table};

@@ -109,10 +109,11 @@ mod tests {
             std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/watch.md")).unwrap();
         let row = |rule: &omnigrpo_train::Rule| {
             format!(
-                "| `{}` | {} | {} | `{}` |",
+                "| `{}` | {} | {} | {} | `{}` |",
                 rule.name,
                 rule.window,
                 rule.doc,
+                rule.formula,
                 name(rule.setting).unwrap()
             )
         };

@@ -3,13 +3,13 @@
 use omnigrpo_data::{Dataset, Report, Roots, UnreadMedia, accepted_answers};
 use omnigrpo_guard::told;
 use omnigrpo_models::{Orientation, PromptBuilder};
-use omnigrpo_observe::Console;
+use omnigrpo_observe::{Console, escape_line, fit};
 use omnigrpo_rewards::{Corpus, RewardSet, references};
 use omnigrpo_rollout::Completion;
 
 use crate::error::{
     CONTINUE, EVAL, IMAGE, MAX_COMPLETION_LENGTH, MAX_SHARE, ORIENTATION, REWARDS, Refusal, Result, SOLUTION,
-    STRICT, TEMPLATE, TEXT_ONLY,
+    STRICT, TEMPLATE, TEXT_ONLY, TrainError,
 };
 use crate::rows::{SkipPolicy, prepare};
 use crate::scoring;
@@ -284,7 +284,8 @@ pub fn ask_before_evaluation(
 }
 
 /// Scores `num_generations` made-up completions of the first readable row with the external rewards, so that a reward that cannot be
-/// started or reached, or that returns a wrong number of values, is reported before hours of sampling.
+/// started or reached, or that returns a wrong number of values, is reported before hours of sampling. Prints two of the completions
+/// with their values: the solution between tags, and the solution alone.
 ///
 /// # Errors
 /// Returns the error of the reward.
@@ -294,6 +295,7 @@ pub fn probe_rewards(
     rows: impl IntoIterator<Item = u64>,
     prompts: &PromptBuilder,
     num_generations: usize,
+    console: &Console,
 ) -> Result<()> {
     let Some(sample) = rows.into_iter().find_map(|row| dataset.get(row).ok()) else { return Ok(()) };
     let first = |solution: &str| accepted_answers(solution)?.into_iter().next();
@@ -304,11 +306,14 @@ pub fn probe_rewards(
         false => format!("<answer>{solution}</answer>"),
     };
     let made = |number: usize| -> Result<Completion> {
-        let text = format!("<think>Trial {number} before the run.</think>{answer}");
+        let text = match number {
+            2 => solution.to_owned(),
+            _ => format!("<think>Trial {number} before the run.</think>{answer}"),
+        };
         Ok(scoring::completion(text.clone(), prompts.completion_ids(&text)?))
     };
     let group = (1..=num_generations.max(1)).map(made).collect::<Result<Vec<_>>>()?;
-    scoring::probe(rewards, &sample, &group).map_err(|error| {
+    let tried = scoring::probe(rewards, &sample, &group).map_err(|error| -> TrainError {
         let mut messages = omnigrpo_guard::messages(&error);
         let causes = messages.split_off(1).join(": ");
         let refusal = Refusal::failure(messages.remove(0)).at(REWARDS).help(
@@ -316,8 +321,21 @@ pub fn probe_rewards(
              nothing was sampled yet",
         );
         if causes.is_empty() { refusal.into() } else { refusal.got(causes).into() }
-    })
+    })?;
+    for (at, made) in group.iter().enumerate().take(2) {
+        let values = tried.iter().filter_map(|(name, values)| Some((name, (*values.get(at)?)?)));
+        let values: Vec<String> = values.map(|(name, value)| format!("`{name}` {value}")).collect();
+        if !values.is_empty() {
+            let text = escape_line(&made.text);
+            let (values, id, text) = (values.join(", "), &sample.id, fit(&text, SHOWN_TRIAL));
+            console.line(&format!("trial of the rewards on row {id}: {values} for `{text}`"));
+        }
+    }
+    Ok(())
 }
+
+/// Largest width of a completion in the lines about the trial, in columns.
+const SHOWN_TRIAL: usize = 100;
 
 /// Returns an error if a reward cannot read the longest possible completion after its longest prompt. Such completions would get
 /// no score.

@@ -24,6 +24,8 @@ pub struct Rule {
     pub title: &'static str,
     /// Condition of the rule in one line, for the reference documentation.
     pub doc: &'static str,
+    /// The same condition as a formula, with the symbols of the reference documentation.
+    pub formula: &'static str,
     /// Number of steps that the rule reads. The problem ends after the same number of steps without it.
     pub window: usize,
     /// First setting to change.
@@ -32,6 +34,8 @@ pub struct Rule {
     pub advice: fn() -> String,
     /// True if continuing the run is pointless.
     pub collapse: bool,
+    /// True if the rule finds no problem, but the aim of the run.
+    pub good: bool,
     /// True if later rules would only report consequences of this problem.
     explains: bool,
     sign: fn(&Seen<'_>) -> Option<String>,
@@ -43,6 +47,7 @@ pub const RULES: &[Rule] = &[
         name: "large_gap",
         title: "the rollout and training disagree",
         doc: "the log-probabilities of the rollout and of training differ by more than 0.02 nats on average, and no correction is on",
+        formula: "median(gap) > 0.02",
         window: 3,
         setting: CORRECTION,
         advice: || {
@@ -52,6 +57,7 @@ pub const RULES: &[Rule] = &[
             )
         },
         collapse: false,
+        good: false,
         explains: false,
         sign: |seen| {
             let gap = seen.median(|step| step.gap)?;
@@ -64,34 +70,58 @@ pub const RULES: &[Rule] = &[
         },
     },
     Rule {
+        name: "dead_reward",
+        title: "every completion has the same reward",
+        doc: "all completions since step 1, at least 16, have one and the same reward, which is not the best that the rewards state, \
+              and which rows of an evaluation do not differ from",
+        formula: "min(r) = max(r) since step 1 ∧ N ≥ 16 ∧ ¬(level(r) > 0.999 of a stated range) ∧ r = every evaluation's mean",
+        window: 1,
+        setting: REWARDS,
+        advice: || {
+            format!(
+                "Nothing is learned from equal rewards. Compare a completion with its solution in `rollouts/`: either the reward does \
+                 not read the answers, or the rows are too hard. Change {REWARDS}, or take easier rows"
+            )
+        },
+        collapse: false,
+        good: false,
+        explains: true,
+        sign: dead_reward,
+    },
+    Rule {
         name: "ran_away",
         title: "the policy ran away",
         doc: "the mean reward fell by half a standard deviation and more than by chance, and KL, gradient norm, clip ratio, cut-off \
               completions or groups without variance jumped; or KL is above 5 nats",
+        formula: "mean(r) < m − 3·max(s, σ/3)/√5 ∧ median(r) < max(r) − σ/2 ∧ (median(kl) > 1 ∨ median(g) > 20·median(g₀) ∨ median(clip) > 0.5 ∨ jump(cut) ∨ jump(z)); or median(kl) > 5",
         window: 5,
         setting: LEARNING_RATE,
         advice: || format!("Lower {LEARNING_RATE}, or raise {BETA}"),
         collapse: true,
+        good: false,
         explains: true,
         sign: ran_away,
     },
     Rule {
         name: "cut_off",
         title: "all completions are cut off",
-        doc: "at least 95 % of the completions reach the length limit",
+        doc: "at least 95 % of the completions reach the length limit, and the mean reward is in the lower four fifths of its range",
+        formula: "mean(cut) ≥ 0.95 ∧ level(r) < 0.8",
         window: 5,
         setting: MAX_COMPLETION_LENGTH,
         advice: || {
             format!(
-                "An answer that is cut off earns nothing. Raise {MAX_COMPLETION_LENGTH}, or ask for shorter answers"
+                "An answer that is cut off often earns nothing. Raise {MAX_COMPLETION_LENGTH}, or ask for shorter answers"
             )
         },
         collapse: false,
+        good: false,
         explains: true,
         sign: |seen| {
             let share = seen.mean(|step| step.cut_off)?;
             let length = seen.mean(|step| step.length)?;
-            (share >= 0.95).then(|| {
+            let earns = seen.mean(|step| step.reward).and_then(|reward| seen.level(reward));
+            (share >= 0.95 && earns.is_none_or(|level| level < 0.8)).then(|| {
                 format!(
                     "{:.0} % of them reach the length limit, at {length:.0} tokens on average",
                     100.0 * share
@@ -102,7 +132,8 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "solved",
         title: "every completion has the best reward",
-        doc: "no group has variance and the mean reward is the best that the rewards can give",
+        doc: "no group has variance and the mean reward is the best that the rewards state or, without a stated range, that was seen",
+        formula: "mean(z) ≥ 0.999 ∧ level(r) > 0.999",
         window: 10,
         setting: MAX_STEPS,
         advice: || {
@@ -112,17 +143,20 @@ pub const RULES: &[Rule] = &[
             )
         },
         collapse: false,
+        good: true,
         explains: true,
         sign: |seen| {
             let reward = seen.alike(0.999)?;
+            let known = if seen.aims.states_best() { "" } else { ", the best that was seen," };
             (seen.level(reward)? > 0.999)
-                .then(|| format!("the mean reward is {reward:.3} and no group has variance"))
+                .then(|| format!("the mean reward is {reward:.3}{known} and no group has variance"))
         },
     },
     Rule {
         name: "hopeless",
         title: "no completion earns any reward",
-        doc: "no group has variance and the mean reward is the lowest that the rewards can give",
+        doc: "no group has variance and the mean reward is the lowest that the rewards state or, without a stated range, that was seen",
+        formula: "mean(z) ≥ 0.999 ∧ level(r) < 0.001",
         window: 10,
         setting: REWARDS,
         advice: || {
@@ -132,6 +166,7 @@ pub const RULES: &[Rule] = &[
             )
         },
         collapse: false,
+        good: false,
         explains: true,
         sign: |seen| {
             let reward = seen.alike(0.999)?;
@@ -143,6 +178,7 @@ pub const RULES: &[Rule] = &[
         name: "reward_never_fires",
         title: "a reward never fires",
         doc: "one of several rewards gave every completion its lowest value",
+        formula: "rᵢ = lowᵢ for all completions",
         window: 20,
         setting: REWARDS,
         advice: || {
@@ -152,6 +188,7 @@ pub const RULES: &[Rule] = &[
             )
         },
         collapse: false,
+        good: false,
         explains: false,
         sign: never_fires,
     },
@@ -160,6 +197,7 @@ pub const RULES: &[Rule] = &[
         title: "the entropy collapsed",
         doc: "the mean entropy is below 0.01 nats and a twentieth of its best, nine out of ten groups have no variance, and the mean \
               reward is in the lower four fifths of its range",
+        formula: "mean(H) < 0.01 ∧ mean(H) < max(H)/20 ∧ mean(z) ≥ 0.9 ∧ level(r) < 0.8",
         window: 10,
         setting: TEMPERATURE,
         advice: || {
@@ -169,6 +207,7 @@ pub const RULES: &[Rule] = &[
             )
         },
         collapse: true,
+        good: false,
         explains: true,
         sign: |seen| {
             let entropy = seen.mean(|step| step.entropy)?;
@@ -184,6 +223,7 @@ pub const RULES: &[Rule] = &[
         name: "no_variance",
         title: "the completions of a prompt all earn the same",
         doc: "nine out of ten groups have no variance, and the mean reward is in the lower four fifths of its range",
+        formula: "mean(z) ≥ 0.9 ∧ level(r) < 0.8",
         window: 10,
         setting: CURRICULUM,
         advice: || {
@@ -193,6 +233,7 @@ pub const RULES: &[Rule] = &[
             )
         },
         collapse: false,
+        good: false,
         explains: true,
         sign: |seen| {
             let reward = seen.alike(0.9).and(seen.median(|step| step.reward))?;
@@ -206,10 +247,106 @@ pub const RULES: &[Rule] = &[
             })
         },
     },
+    Rule {
+        name: "hacked",
+        title: "the reward rises without the aim",
+        doc: "the mean reward rises while the held-out result falls below its best by more than chance; or it rises, reward and length \
+              of the completions of a prompt move together, the completions become half as long again, and no held-out accuracy rises",
+        formula: "rises(r) ∧ (best(e) − e > 2.58·SE ∨ mean(corr) ≥ 0.9 ∧ mean(len) ≥ 1.5·len₀ ∧ ¬rises(e))",
+        window: 20,
+        setting: REWARDS,
+        advice: || {
+            format!(
+                "The model has found something that earns reward and does not help. Read the completions with the highest rewards, and \
+                 change {REWARDS} so that these no longer earn it; or raise {BETA}, or stop at the best evaluation"
+            )
+        },
+        collapse: false,
+        good: false,
+        explains: false,
+        sign: hacked,
+    },
+    Rule {
+        name: "format_only",
+        title: "only one of the rewards is learned",
+        doc: "one reward has risen to at least 90 % of its range, and another one, below 80 % of its range, has not risen since the \
+              start and would be seen to rise by a tenth of its range",
+        formula: "level(rᵢ) ≥ 0.9 ∧ rises(rᵢ) ∧ level(rⱼ) < 0.8 ∧ flat(rⱼ)",
+        window: 40,
+        setting: REWARDS,
+        advice: || {
+            format!(
+                "The model earns the easy reward, such as that for the form, and not the other. Look at completions and solutions in \
+                 `rollouts/`. Correct the reward in {REWARDS} that stays, take easier rows, or teach the answers with `sft` first"
+            )
+        },
+        collapse: false,
+        good: false,
+        explains: true,
+        sign: format_only,
+    },
+    Rule {
+        name: "flat",
+        title: "the model has hardly moved",
+        doc: "the groups vary, the mean reward has not risen since the start and would be seen to rise by a tenth of its range, and KL is \
+              below 0.001 nats or not measured",
+        formula: "mean(z) < 0.9 ∧ level(r) < 0.8 ∧ flat(r) ∧ (median(kl) < 0.001 ∨ kl unknown)",
+        window: 40,
+        setting: LEARNING_RATE,
+        advice: || {
+            format!(
+                "Raise {LEARNING_RATE}, ten times as high for a first try. If the reward then stays where it is, {REWARDS} or the rows \
+                 are the cause"
+            )
+        },
+        collapse: false,
+        good: false,
+        explains: false,
+        sign: |seen| {
+            let kl = seen.median(|step| step.kl);
+            let moved = match kl {
+                Some(kl) if kl >= HARDLY_MOVED => return None,
+                Some(kl) => format!("KL is {kl:.1e} nats"),
+                None => format!("KL is not measured while {BETA} is 0"),
+            };
+            let rate = seen.steps.last().and_then(|step| step.learning_rate);
+            let rate = rate.map(|rate| format!(", the learning rate {rate:.1e}")).unwrap_or_default();
+            flat(seen).map(|told| format!("{told}, {moved}{rate}"))
+        },
+    },
+    Rule {
+        name: "flat_reward",
+        title: "the model moves and the reward does not",
+        doc: "as `flat`, with a KL of at least 0.001 nats",
+        formula: "mean(z) < 0.9 ∧ level(r) < 0.8 ∧ flat(r) ∧ median(kl) ≥ 0.001",
+        window: 40,
+        setting: REWARDS,
+        advice: || {
+            format!(
+                "The learning rate is high enough. Either {REWARDS} gives much to chance, or the rows are too hard: compare completions \
+                 of one prompt in `rollouts/`; more of them ({NUM_GENERATIONS}) make the comparison of a group more reliable"
+            )
+        },
+        collapse: false,
+        good: false,
+        explains: false,
+        sign: |seen| {
+            let kl = seen.median(|step| step.kl).filter(|&kl| kl >= HARDLY_MOVED)?;
+            flat(seen).map(|told| format!("{told}, KL is {kl:.4} nats"))
+        },
+    },
 ];
 
 /// Largest number of steps that any rule reads.
-const LONGEST: usize = 20;
+const LONGEST: usize = 40;
+/// KL below which a policy has hardly moved, in nats.
+const HARDLY_MOVED: f64 = 0.001;
+/// Number of completions that must share a reward until it counts as dead.
+const DEAD_FROM: f64 = 16.0;
+/// Number of first and of last steps that are compared.
+const SPAN: usize = 20;
+/// Share of the range by which a reward would be seen to rise, if it is called flat.
+const SEEN_TO_RISE: f64 = 0.1;
 /// Largest ordinary mean difference of log-probabilities between rollout and training, in nats.
 const LARGE_GAP: f64 = 0.02;
 /// Number of first gradient norms with which later ones are compared.
@@ -238,7 +375,8 @@ fn ran_away(seen: &Seen<'_>) -> Option<String> {
     let fell = || {
         let (now, best) = (seen.mean(|step| step.reward)?, before.reward?);
         let (mean, deviation) = before.rewards.mean_and_deviation();
-        // Mean rewards of steps with few prompts vary by chance.
+        // Mean rewards of steps with few prompts vary by chance. The deviation of few steps is too small by chance itself.
+        let deviation = deviation.max(before.reward_std.unwrap_or(0.0) / 3.0);
         let by_chance = 3.0 * deviation / (seen.steps.len() as f64).sqrt();
         let mostly = seen.median(|step| step.reward)?;
         let fell = now < mean - by_chance && mostly < best - 0.5 * before.reward_std?.max(1e-6);
@@ -249,6 +387,98 @@ fn ran_away(seen: &Seen<'_>) -> Option<String> {
         return None;
     }
     Some(fell.into_iter().chain(signs).collect::<Vec<_>>().join(", "))
+}
+
+fn dead_reward(seen: &Seen<'_>) -> Option<String> {
+    let history = seen.history;
+    let (low, high) = history.range?;
+    let is_known = history.is_whole && history.completions >= DEAD_FROM;
+    if low != high
+        || !is_known
+        || seen.aims.states_best() && seen.level(low).is_some_and(|level| level > 0.999)
+    {
+        return None;
+    }
+    // Rows that are held out may show that the reward works.
+    if history.evaluations.iter().any(|held| held.reward.is_some_and(|reward| (reward - low).abs() > 1e-9)) {
+        return None;
+    }
+    let value = |(at, (name, _)): (usize, &(String, (f64, f64)))| {
+        let (least, most) = history.ranges.get(at).copied().flatten()?;
+        (least == most).then(|| format!("`{name}` gave {least}"))
+    };
+    let each: Vec<String> = seen.aims.rewards.iter().enumerate().filter_map(value).collect();
+    let each = if each.is_empty() { format!("the rewards gave {low}") } else { each.join(" and ") };
+    Some(format!("{each} to all {:.0} completions", history.completions))
+}
+
+fn hacked(seen: &Seen<'_>) -> Option<String> {
+    let history = seen.history;
+    let (first, last) = history.total.ends(SPAN)?;
+    if !last.exceeds(&first, 3.0) {
+        return None;
+    }
+    let rose = format!("the mean reward rose from {:.3} to {:.3}", first.mean, last.mean);
+    if let Some((best, now)) = history.fall(seen) {
+        return Some(format!(
+            "{rose}, and the held-out {} fell from {:.3} at step {} to {:.3} at step {}",
+            now.name(),
+            best.value()?,
+            best.at,
+            now.value()?,
+            now.at
+        ));
+    }
+    let answered = history.evaluations.iter().filter_map(|held| held.accuracy);
+    let (before, after) = (answered.clone().next(), answered.last());
+    if before.zip(after).is_some_and(|(before, after)| after > before) {
+        return None;
+    }
+    let correlation = seen.mean(|step| step.length_correlation).filter(|own| *own >= 0.9)?;
+    let (short, long) = history.lengths.ends(SPAN)?;
+    (long.mean >= 1.5 * short.mean).then(|| {
+        format!(
+            "{rose} with the length, from {:.0} to {:.0} tokens; within a prompt, reward and length have a correlation of \
+             {correlation:.2}",
+            short.mean, long.mean
+        )
+    })
+}
+
+fn format_only(seen: &Seen<'_>) -> Option<String> {
+    let names = seen.aims.rewards.iter().map(|(name, _)| name);
+    let all: Vec<(&String, &Series, (f64, f64))> = names
+        .zip(&seen.history.rewards)
+        .enumerate()
+        .filter_map(|(at, (name, series))| Some((name, series, seen.range_of(at)?)))
+        .collect();
+    let level = |mean: f64, (low, high): (f64, f64)| (mean - low) / (high - low);
+    let learned = all.iter().find_map(|(name, series, range)| {
+        let now = series.last(seen.steps.len())?;
+        let start = series.first(LEARNED_FROM)?;
+        let is_learned =
+            level(now.mean, *range) >= 0.9 && level(now.mean - start.mean + range.0, *range) >= 0.3;
+        is_learned.then(|| format!("`{name}` rose from {:.2} to {:.2}", start.mean, now.mean))
+    })?;
+    let stays = all.iter().find_map(|(name, series, range)| {
+        let (start, now) = series.flat(range.1 - range.0)?;
+        (level(now, *range) < 0.8).then(|| format!("`{name}` stays where it is, from {start:.2} to {now:.2}"))
+    })?;
+    Some(format!("{learned}, and {stays}"))
+}
+
+/// Number of first steps that tell where a reward began that is then learned.
+const LEARNED_FROM: usize = 5;
+
+/// Describes a mean reward that has not risen since the start although groups vary.
+fn flat(seen: &Seen<'_>) -> Option<String> {
+    let width = seen.range()?.1 - seen.range()?.0;
+    let alike = seen.mean(|step| step.without_variance)?;
+    let (start, now) = seen.history.total.flat(width).filter(|_| alike < 0.9)?;
+    (seen.level(now)? < 0.8).then(|| {
+        let varied = 100.0 * (1.0 - alike);
+        format!("the mean reward stays where it is, from {start:.3} to {now:.3}, although {varied:.0} % of the groups vary")
+    })
 }
 
 fn never_fires(seen: &Seen<'_>) -> Option<String> {
@@ -277,6 +507,36 @@ pub struct Aims {
     pub rewards: Vec<(String, (f64, f64))>,
     /// True if the loss corrects the difference between rollout and training.
     pub corrected: bool,
+    /// True if a teacher trains the policy, with rewards or without. Nothing follows from rewards alone then.
+    pub taught: bool,
+}
+
+/// Rules that judge by rewards.
+const BY_REWARDS: &[&str] = &[
+    "dead_reward",
+    "solved",
+    "hopeless",
+    "reward_never_fires",
+    "no_variance",
+    "hacked",
+    "format_only",
+    "flat",
+    "flat_reward",
+];
+
+impl Aims {
+    /// Returns true if the rewards state their best value.
+    fn states_best(&self) -> bool {
+        self.range.is_some_and(|(_, best)| best.is_finite())
+    }
+}
+
+/// Completes a stated range, which may have infinite ends, with what was seen. `None` if nothing lies between its ends.
+fn completed(stated: Option<(f64, f64)>, seen: Option<(f64, f64)>) -> Option<(f64, f64)> {
+    let end = |stated: Option<f64>, seen: Option<f64>| stated.filter(|end| end.is_finite()).or(seen);
+    let low = end(stated.map(|own| own.0), seen.map(|own| own.0))?;
+    let high = end(stated.map(|own| own.1), seen.map(|own| own.1))?;
+    (high > low).then_some((low, high))
 }
 
 /// Numbers of a step that the rules read.
@@ -292,6 +552,8 @@ struct Step {
     ratio_clipped: Option<f64>,
     cut_off: Option<f64>,
     length: Option<f64>,
+    length_correlation: Option<f64>,
+    learning_rate: Option<f64>,
     gap: Option<f64>,
     largest_gap: Option<f64>,
     /// Mean and standard deviation of each reward.
@@ -315,6 +577,8 @@ impl Step {
             ratio_clipped: get(metric::CLIP_RATIO),
             cut_off: get(metric::CLIPPED),
             length: get(metric::MEAN_LENGTH),
+            length_correlation: get(metric::LENGTH_CORRELATION),
+            learning_rate: get(metric::LEARNING_RATE),
             gap: get("sampling/sampling_logp_difference/mean"),
             largest_gap: get("sampling/sampling_logp_difference/max"),
             rewards: aims.rewards.iter().map(|(name, _)| reward(name)).collect(),
@@ -370,6 +634,158 @@ impl Moments {
     }
 }
 
+/// Mean of some steps, and the squared standard error of that mean.
+#[derive(Clone, Copy, Debug)]
+struct Level {
+    mean: f64,
+    squared_error: f64,
+}
+
+impl Level {
+    /// Returns true if this mean is above another one by more than `errors` standard errors.
+    fn exceeds(&self, other: &Self, errors: f64) -> bool {
+        self.mean - other.mean > errors * (self.squared_error + other.squared_error).sqrt() + 1e-9
+    }
+}
+
+/// A number of each step, as running sums, so that the mean of any steps is known at once.
+#[derive(Clone, Debug, Default)]
+struct Series {
+    sums: Vec<f64>,
+    squares: Vec<f64>,
+    /// True if the number has ever been above its start by more than chance.
+    has_risen: bool,
+}
+
+impl Series {
+    fn add(&mut self, value: Option<f64>) {
+        let Some(value) = value.filter(|value| value.is_finite()) else { return };
+        let last = |sums: &[f64]| sums.last().copied().unwrap_or(0.0);
+        self.sums.push(last(&self.sums) + value);
+        self.squares.push(last(&self.squares) + value * value);
+        self.has_risen |= self.ends(SPAN).is_some_and(|(first, now)| now.exceeds(&first, 3.0));
+    }
+
+    fn of(&self, from: usize, until: usize) -> Option<Level> {
+        let count = until.checked_sub(from).filter(|&count| count > 1)? as f64;
+        let part = |sums: &[f64]| Some(sums.get(until - 1)? - from.checked_sub(1).map_or(0.0, |at| sums[at]));
+        let (sum, squares) = (part(&self.sums)?, part(&self.squares)?);
+        let mean = sum / count;
+        let variance = ((squares - sum * mean) / (count - 1.0)).max(0.0);
+        Some(Level { mean, squared_error: variance / count })
+    }
+
+    fn first(&self, count: usize) -> Option<Level> {
+        self.of(0, count)
+    }
+
+    fn last(&self, count: usize) -> Option<Level> {
+        self.of(self.sums.len().checked_sub(count)?, self.sums.len())
+    }
+
+    /// Returns the first and the last steps, `count` each, which do not overlap.
+    fn ends(&self, count: usize) -> Option<(Level, Level)> {
+        if self.sums.len() < 2 * count { None } else { self.first(count).zip(self.last(count)) }
+    }
+
+    /// Returns the means of the first and the last third if the number has not risen, and if a rise of a tenth of `width` would have
+    /// been seen.
+    fn flat(&self, width: f64) -> Option<(f64, f64)> {
+        let (first, last) = self.ends(self.sums.len() / 3).filter(|_| !self.has_risen)?;
+        let error = (first.squared_error + last.squared_error).sqrt();
+        let gain = last.mean - first.mean;
+        // A mean that fell is another problem.
+        let is_flat = gain.abs() <= 3.0 * error + 1e-9 && gain + 2.0 * error < SEEN_TO_RISE * width;
+        is_flat.then_some((first.mean, last.mean))
+    }
+}
+
+/// Result of an evaluation.
+#[derive(Clone, Debug)]
+struct Held {
+    at: u64,
+    rows: f64,
+    accuracy: Option<f64>,
+    reward: Option<f64>,
+}
+
+impl Held {
+    /// Returns the share of right answers or, without a reward that judges answers, the mean reward.
+    fn value(&self) -> Option<f64> {
+        self.accuracy.or(self.reward)
+    }
+
+    fn name(&self) -> &'static str {
+        if self.accuracy.is_some() { "accuracy" } else { "reward" }
+    }
+
+    /// Returns a bound of the squared standard error of the value, for numbers within a range.
+    fn squared_error(&self, (low, high): (f64, f64)) -> Option<f64> {
+        let value = self.value()?.clamp(low, high);
+        (self.rows > 0.0).then(|| (value - low) * (high - value) / self.rows)
+    }
+}
+
+/// Everything since the start that rules compare with.
+#[derive(Clone, Debug, Default)]
+struct History {
+    /// True if the first step of the run is known.
+    is_whole: bool,
+    has_gap: bool,
+    completions: f64,
+    /// Smallest and largest total, and those of each reward.
+    range: Option<(f64, f64)>,
+    ranges: Vec<Option<(f64, f64)>>,
+    total: Series,
+    rewards: Vec<Series>,
+    lengths: Series,
+    evaluations: Vec<Held>,
+}
+
+impl History {
+    fn add(&mut self, step: &Step, metrics: &[Metric], aims: &Aims) {
+        if self.total.sums.is_empty() && self.lengths.sums.is_empty() {
+            self.is_whole = step.at <= 1;
+            self.ranges = vec![None; aims.rewards.len()];
+            self.rewards = vec![Series::default(); aims.rewards.len()];
+        }
+        let get = |name: &str| metrics.iter().find(|(own, _)| own == name).and_then(|(_, value)| *value);
+        // A step that reuses a rollout has no gap, and counts its completions again.
+        self.has_gap |= step.gap.is_some();
+        if step.gap.is_some() || !self.has_gap {
+            self.completions += get(metric::COUNT).unwrap_or(0.0);
+        }
+        let ends = |least: Option<f64>, most: Option<f64>, mean: Option<(f64, f64)>| {
+            // Older programs recorded no extremes. A deviation is within them.
+            least.zip(most).or(mean.map(|(mean, std)| (mean - std, mean + std)))
+        };
+        let widen = |range: &mut Option<(f64, f64)>, own: Option<(f64, f64)>| {
+            let wider = range.zip(own).map(|(a, b)| (a.0.min(b.0), a.1.max(b.1)));
+            *range = wider.or(*range).or(own);
+        };
+        let total = ends(get(metric::REWARD_MIN), get(metric::REWARD_MAX), step.reward.zip(step.reward_std));
+        widen(&mut self.range, total);
+        self.total.add(step.reward);
+        self.lengths.add(step.length);
+        for (at, (name, _)) in aims.rewards.iter().enumerate() {
+            let (least, most) = (get(&format!("rewards/{name}/min")), get(&format!("rewards/{name}/max")));
+            widen(&mut self.ranges[at], ends(least, most, step.rewards[at]));
+            self.rewards[at].add(step.rewards[at].map(|(mean, _)| mean));
+        }
+    }
+
+    /// Returns the best and the last evaluation if the last one is worse by more than chance (99 %).
+    fn fall(&self, seen: &Seen<'_>) -> Option<(&Held, &Held)> {
+        let now = self.evaluations.last()?;
+        let same = self.evaluations.iter().filter(|held| held.accuracy.is_some() == now.accuracy.is_some());
+        let best =
+            same.max_by(|a, b| a.value().unwrap_or(f64::MIN).total_cmp(&b.value().unwrap_or(f64::MIN)))?;
+        let range = if now.accuracy.is_some() { (0.0, 1.0) } else { seen.range()? };
+        let error = (best.squared_error(range)? + now.squared_error(range)?).sqrt();
+        (best.value()? - now.value()? > 2.58 * error).then_some((best, now))
+    }
+}
+
 /// Updates `kept` with `new`. If both have a value, `choose` selects one.
 fn keep(kept: &mut Option<f64>, new: Option<f64>, choose: fn(f64, f64) -> f64) {
     *kept = kept.zip(new).map(|(a, b)| choose(a, b)).or(*kept).or(new);
@@ -385,6 +801,7 @@ struct Seen<'a> {
     /// Last steps, as many as the rule reads.
     steps: Vec<&'a Step>,
     before: &'a Before,
+    history: &'a History,
     aims: &'a Aims,
 }
 
@@ -414,11 +831,21 @@ impl Seen<'_> {
         self.mean(|step| step.reward).filter(|_| alike)
     }
 
-    /// Scales a reward to its range: 0 is the minimum and 1 the maximum; `None` if the range has no bounds.
+    /// Returns the range of the total reward: the stated one or, where it has no bounds, the one that was seen.
+    fn range(&self) -> Option<(f64, f64)> {
+        completed(self.aims.range, self.history.range)
+    }
+
+    /// Returns the range of a reward by its index, as [`Self::range`].
+    fn range_of(&self, at: usize) -> Option<(f64, f64)> {
+        let (_, stated) = self.aims.rewards.get(at)?;
+        completed(Some(*stated), self.history.ranges.get(at).copied().flatten())
+    }
+
+    /// Scales a total reward to its range: 0 is the minimum and 1 the maximum; `None` if no two rewards differ.
     fn level(&self, reward: f64) -> Option<f64> {
-        let (least, best) = self.aims.range?;
-        let width = best - least;
-        (width.is_finite() && width > 0.0).then(|| (reward - least) / width)
+        let (least, best) = self.range()?;
+        Some((reward - least) / (best - least))
     }
 }
 
@@ -437,6 +864,7 @@ pub struct Health {
     last: VecDeque<Step>,
     /// Best values of the steps that are no longer in any window.
     before: Before,
+    history: History,
     lasting: Vec<Option<Lasting>>,
 }
 
@@ -447,13 +875,38 @@ impl Health {
             aims,
             last: VecDeque::new(),
             before: Before::default(),
+            history: History::default(),
             lasting: RULES.iter().map(|_| None).collect(),
         }
     }
 
     /// Adds the metrics of a step and returns the problems that begin or end with it.
     pub fn add(&mut self, step: u64, metrics: &[Metric]) -> Vec<TrainingProblem> {
-        self.last.push_back(Step::of(step, metrics, &self.aims));
+        let own = Step::of(step, metrics, &self.aims);
+        self.history.add(&own, metrics, &self.aims);
+        self.last.push_back(own);
+        let told = self.judge(step, |_| true);
+        let ruined = self.collapse();
+        if self.last.len() > LONGEST
+            && let Some(oldest) = self.last.pop_front()
+            && ruined.is_none_or(|(_, since)| oldest.at < since)
+        {
+            self.before.add(&oldest);
+        }
+        told
+    }
+
+    /// Adds the metrics of an evaluation after a step and returns the problems that begin with it.
+    pub fn evaluated(&mut self, step: u64, metrics: &[Metric]) -> Vec<TrainingProblem> {
+        let get = |name: &str| metrics.iter().find(|(own, _)| own == name).and_then(|(_, value)| *value);
+        let (accuracy, reward) = (get("eval_accuracy"), get("eval_reward"));
+        let rows = get("eval_rows").unwrap_or(0.0);
+        self.history.evaluations.push(Held { at: step, rows, accuracy, reward });
+        if self.last.is_empty() { Vec::new() } else { self.judge(step, |rule| rule.name == "hacked") }
+    }
+
+    /// Applies rules to what is known after a step.
+    fn judge(&mut self, step: u64, applies: impl Fn(&Rule) -> bool) -> Vec<TrainingProblem> {
         // After a collapse, a run is compared with the steps before it.
         let ruined = self.collapse();
         let is_sound = |step: &Step| ruined.is_none_or(|(_, since)| step.at < since);
@@ -464,19 +917,31 @@ impl Health {
                 // An explained rule is not evaluated, so its state does not change.
                 continue;
             }
+            explained = rule.explains && lasting.is_some();
+            if !applies(rule) || self.aims.taught && BY_REWARDS.contains(&rule.name) {
+                continue;
+            }
             let sign = self.last.len().checked_sub(rule.window).and_then(|from| {
                 let mut before = self.before.clone();
                 self.last.range(..from).filter(|step| is_sound(step)).for_each(|step| before.add(step));
                 let steps = self.last.range(from..).collect();
-                (rule.sign)(&Seen { steps, before: &before, aims: &self.aims })
+                (rule.sign)(&Seen { steps, before: &before, history: &self.history, aims: &self.aims })
             });
-            let name = rule.name.to_owned();
+            let problem = |begins, since, text| TrainingProblem {
+                rule: rule.name.to_owned(),
+                begins,
+                good: rule.good,
+                since,
+                text,
+                ..TrainingProblem::default()
+            };
             match (lasting.as_mut(), sign) {
                 (None, Some(sign)) => {
                     let since = (step + 1).saturating_sub(rule.window as u64);
-                    let text =
-                        format!("{} (steps {since} to {step}): {sign}. {}", rule.title, (rule.advice)());
-                    told.push(TrainingProblem { rule: name, begins: true, since, text });
+                    let (title, advice) = (rule.title.to_owned(), (rule.advice)());
+                    let text = format!("{title} (steps {since} to {step}): {sign}. {advice}");
+                    let what = sign;
+                    told.push(TrainingProblem { title, what, advice, ..problem(true, since, text) });
                     *lasting = Some(Lasting { since, calm: 0 });
                 }
                 (Some(own), Some(_)) => own.calm = 0,
@@ -485,19 +950,13 @@ impl Health {
                     if own.calm >= rule.window {
                         let since = own.since;
                         let text = format!("ended at step {step}: {} (since step {since})", rule.title);
-                        told.push(TrainingProblem { rule: name, begins: false, since, text });
+                        told.push(problem(false, since, text));
                         *lasting = None;
                     }
                 }
                 (None, None) => {}
             }
             explained = rule.explains && lasting.is_some();
-        }
-        if self.last.len() > LONGEST
-            && let Some(oldest) = self.last.pop_front()
-            && is_sound(&oldest)
-        {
-            self.before.add(&oldest);
         }
         told
     }
@@ -510,7 +969,8 @@ impl Health {
 
     /// Returns the first step of the oldest ongoing problem.
     pub fn since(&self) -> Option<u64> {
-        self.lasting.iter().flatten().map(|own| own.since).min()
+        let problems = RULES.iter().zip(&self.lasting).filter(|(rule, _)| !rule.good);
+        problems.filter_map(|(_, lasting)| Some(lasting.as_ref()?.since)).min()
     }
 }
 
@@ -530,11 +990,33 @@ mod tests {
 
     #[test]
     fn rules_name_their_setting_and_no_name_comes_twice() {
+        assert!(BY_REWARDS.iter().all(|name| RULES.iter().any(|rule| rule.name == *name)));
         for (at, rule) in RULES.iter().enumerate() {
             assert!((rule.advice)().contains(&rule.setting.to_string()), "{}", rule.name);
-            assert!(rule.window <= LONGEST && !rule.doc.is_empty(), "{}", rule.name);
+            assert!(
+                rule.window <= LONGEST && !rule.doc.is_empty() && !rule.formula.is_empty(),
+                "{}",
+                rule.name
+            );
             assert!(RULES[..at].iter().all(|other| other.name != rule.name), "{}", rule.name);
         }
+    }
+
+    /// A run that a teacher trains alone has a reward of 0 in every group.
+    #[test]
+    fn with_a_teacher_equal_rewards_mean_nothing() {
+        let metrics = [
+            ("reward", 0.0),
+            ("reward/min", 0.0),
+            ("reward/max", 0.0),
+            ("frac_reward_zero_std", 1.0),
+            ("completions/count", 64.0),
+        ];
+        let begun = |taught: bool| {
+            let mut health = Health::new(Aims { taught, ..Aims::default() });
+            told(&mut health, 1..=30, &metrics).len()
+        };
+        assert!(begun(false) > 0 && begun(true) == 0);
     }
 
     /// Gap of a run whose rollouts use 4-bit weights of a model with outliers.
@@ -595,6 +1077,257 @@ mod tests {
             ends.iter().map(|(_, own)| (own.begins, own.rule.as_str())).collect::<Vec<_>>(),
             [(false, "ran_away")]
         );
+    }
+
+    /// Metrics of a step of 64 completions with one reward `own` without a stated range.
+    fn own(mean: f64, (least, most): (f64, f64), more: &[(&str, f64)]) -> Vec<Metric> {
+        let std = if least == most { 0.0 } else { 0.4 };
+        let zero = f64::from(least == most);
+        let all = [
+            ("completions/count", 64.0),
+            ("completions/mean_length", 20.0),
+            ("completions/clipped_ratio", 0.0),
+            ("reward", mean),
+            ("reward_std", std),
+            ("reward/min", least),
+            ("reward/max", most),
+            ("frac_reward_zero_std", zero),
+            ("rewards/own/mean", mean),
+            ("rewards/own/std", std),
+            ("rewards/own/min", least),
+            ("rewards/own/max", most),
+        ];
+        let kept = all.iter().filter(|(name, _)| more.iter().all(|(own, _)| own != name));
+        kept.chain(more).map(|(name, value)| ((*name).to_owned(), Some(*value))).collect()
+    }
+
+    fn without_range() -> Health {
+        let unknown = (f64::NEG_INFINITY, f64::INFINITY);
+        let (range, rewards) = (Some(unknown), vec![("own".to_owned(), unknown)]);
+        Health::new(Aims { range, rewards, ..Aims::default() })
+    }
+
+    /// Returns the step, the rule and whether it begins of all that a series tells.
+    fn series(health: &mut Health, steps: impl IntoIterator<Item = Vec<Metric>>) -> Vec<(u64, String, bool)> {
+        let each = (1..).zip(steps).flat_map(|(step, metrics)| {
+            health.add(step, &metrics).into_iter().map(move |own| (step, own.rule, own.begins))
+        });
+        each.collect()
+    }
+
+    /// A number between -0.5 and 0.5 that looks random.
+    fn noise(at: u64) -> f64 {
+        (at.wrapping_mul(2_654_435_761) % 1000) as f64 / 1000.0 - 0.5
+    }
+
+    fn begin(step: u64, rule: &str) -> (u64, String, bool) {
+        (step, rule.to_owned(), true)
+    }
+
+    #[test]
+    fn a_reward_with_one_value_is_dead_after_the_first_step() {
+        let dead = || (0..30).map(|_| own(0.0, (0.0, 0.0), &[]));
+        let mut health = without_range();
+        let first = health.add(1, &own(0.0, (0.0, 0.0), &[]));
+        assert_eq!(first.len(), 1);
+        let text =
+            "every completion has the same reward (steps 1 to 1): `own` gave 0 to all 64 completions. ";
+        assert!(first[0].text.starts_with(text), "{}", first[0].text);
+        assert_eq!(
+            series(&mut without_range(), dead()),
+            [begin(1, "dead_reward")],
+            "and it explains the rest"
+        );
+        // A single completion with another reward is enough to live.
+        let sparse =
+            (1..=30).map(|step| own(0.01, (0.0, f64::from(step == 2)), &[("frac_reward_zero_std", 0.875)]));
+        assert_eq!(
+            series(&mut without_range(), sparse)[..2],
+            [begin(1, "dead_reward"), (2, "dead_reward".into(), false)]
+        );
+        // Few completions prove nothing.
+        let few = (0..3).map(|_| own(0.0, (0.0, 0.0), &[("completions/count", 4.0)]));
+        assert_eq!(series(&mut without_range(), few), []);
+        // Held-out rows have shown that the reward works.
+        let mut health = without_range();
+        health.evaluated(0, &[("eval_reward".into(), Some(0.25)), ("eval_rows".into(), Some(40.0))]);
+        assert_eq!(series(&mut health, dead().take(5)), []);
+        // The best value is no dead one, where it is stated.
+        let unit = (0.0, 1.0);
+        let aims = Aims { range: Some(unit), rewards: vec![("own".into(), unit)], ..Aims::default() };
+        let best = series(&mut Health::new(aims.clone()), (0..12).map(|_| own(1.0, (1.0, 1.0), &[])));
+        assert_eq!(best, [begin(10, "solved")]);
+        let half = series(&mut Health::new(aims), (0..12).map(|_| own(0.5, (0.5, 0.5), &[])));
+        assert_eq!(half, [begin(1, "dead_reward")]);
+    }
+
+    #[test]
+    fn a_reward_that_states_no_range_is_solved_at_the_best_that_was_seen() {
+        let learned = (1..=60).map(|step| match step {
+            1..=30 => own(step as f64 / 31.0, (0.0, 1.0), &[("frac_reward_zero_std", 0.3)]),
+            _ => own(1.0, (1.0, 1.0), &[]),
+        });
+        let mut health = without_range();
+        let mut told = Vec::new();
+        for (step, metrics) in (1..).zip(learned) {
+            told.extend(health.add(step, &metrics).into_iter().map(|own| (step, own)));
+        }
+        assert_eq!(told.len(), 1, "{told:?}");
+        let (step, solved) = &told[0];
+        assert_eq!((*step, solved.rule.as_str(), solved.good), (40, "solved", true));
+        assert!(
+            solved.text.contains("1.000, the best that was seen, and no group has variance"),
+            "{}",
+            solved.text
+        );
+        assert_eq!(health.since(), None, "no checkpoint is kept for it");
+        // The same at the lowest value that was seen.
+        let lost = (1..=60).map(|step| match step {
+            1..=5 => own(0.05, (0.0, 1.0), &[("frac_reward_zero_std", 0.5), ("reward_std", 0.2)]),
+            _ => own(0.0, (0.0, 0.0), &[]),
+        });
+        let told = series(&mut without_range(), lost);
+        assert_eq!(told, [begin(13, "no_variance"), begin(15, "hopeless")]);
+    }
+
+    fn steps_of(mean: impl Fn(u64) -> f64, more: &[(&str, f64)]) -> Vec<Vec<Metric>> {
+        let more = |_: u64| -> Vec<(&str, f64)> {
+            [("frac_reward_zero_std", 0.4)].iter().chain(more).copied().collect()
+        };
+        (1..=100).map(|step| own(mean(step) + 0.1 * noise(step), (0.0, 1.0), &more(step))).collect()
+    }
+
+    #[test]
+    fn a_flat_reward_is_told_with_its_cause() {
+        let stays = |kl: f64| steps_of(|_| 0.2, &[("kl", kl), ("learning_rate", 1e-6)]);
+        let told = series(&mut without_range(), stays(5.6e-6));
+        assert_eq!(told, [begin(40, "flat")]);
+        assert_eq!(series(&mut without_range(), stays(0.05)), [begin(40, "flat_reward")]);
+        assert_eq!(
+            series(&mut without_range(), steps_of(|_| 0.2, &[])),
+            [begin(40, "flat")],
+            "KL is not measured"
+        );
+        let mut health = without_range();
+        let text =
+            (1..).zip(stays(5.6e-6)).find_map(|(step, own)| health.add(step, &own).pop()).unwrap().text;
+        for part in [
+            "although 60 % of the groups vary, KL is 5.6e-6 nats, the learning rate 1.0e-6",
+            "Raise AdamWConfig::learning_rate",
+        ] {
+            assert!(text.contains(part), "{text}");
+        }
+        // Slow learning, a reward that is high from the start, groups without variance, noise in which a rise would be hidden.
+        assert_eq!(
+            series(&mut without_range(), steps_of(|step| 0.2 + 0.002 * step as f64, &[("kl", 1e-5)])),
+            []
+        );
+        assert_eq!(series(&mut without_range(), steps_of(|_| 0.9, &[("kl", 1e-5)])), []);
+        let noisy = steps_of(|step| 0.4 + 0.8 * noise(step), &[("kl", 1e-5)]);
+        assert_eq!(series(&mut without_range(), noisy.into_iter().take(60)), []);
+        // What was learned early stays learned.
+        let early = steps_of(|step| if step < 15 { 0.1 + step as f64 / 30.0 } else { 0.6 }, &[("kl", 1e-5)]);
+        assert_eq!(series(&mut without_range(), early), []);
+    }
+
+    #[test]
+    fn a_reward_that_rises_without_the_aim_is_hacked() {
+        let rising = |more: &[(&str, f64)]| steps_of(|step| 0.2 + 0.006 * step as f64, more);
+        let held = |accuracy: f64| -> Vec<Metric> {
+            vec![
+                ("eval_accuracy".into(), Some(accuracy)),
+                ("eval_reward".into(), Some(0.9)),
+                ("eval_rows".into(), Some(200.0)),
+            ]
+        };
+        let run = |evaluations: [f64; 3]| {
+            let mut health = without_range();
+            let mut told: Vec<_> = health.evaluated(0, &held(evaluations[0]));
+            for (step, metrics) in (1..).zip(rising(&[])) {
+                told.extend(health.add(step, &metrics));
+                if step % 50 == 0 {
+                    told.extend(health.evaluated(step, &held(evaluations[step as usize / 50])));
+                }
+            }
+            told
+        };
+        let told = run([0.6, 0.65, 0.4]);
+        assert_eq!(told.len(), 1, "{told:?}");
+        let text = &told[0].text;
+        assert!(
+            told[0].rule == "hacked"
+                && text.contains("the held-out accuracy fell from 0.650 at step 50 to 0.400 at step 100"),
+            "{text}"
+        );
+        assert_eq!(run([0.6, 0.65, 0.62]), [], "by chance");
+        assert_eq!(run([0.3, 0.5, 0.8]), []);
+        // Reward and length.
+        let longer = |correlation: f64, growth: f64| {
+            let all = rising(&[("reward/length_correlation", correlation)]).into_iter().zip(1..);
+            all.map(move |(mut metrics, step)| {
+                metrics.retain(|(name, _)| name != "completions/mean_length");
+                metrics.push(("completions/mean_length".into(), Some(20.0 + growth * f64::from(step))));
+                metrics
+            })
+        };
+        let told = series(&mut without_range(), longer(0.95, 0.5));
+        assert_eq!(told.iter().map(|own| own.1.as_str()).collect::<Vec<_>>(), ["hacked"], "{told:?}");
+        assert_eq!(series(&mut without_range(), longer(0.5, 0.5)), []);
+        assert_eq!(series(&mut without_range(), longer(0.95, 0.01)), []);
+        let mut health = without_range();
+        health.evaluated(0, &held(0.2));
+        health.evaluated(1, &held(0.5));
+        assert_eq!(series(&mut health, longer(0.95, 0.5)), [], "the longer answers are right");
+    }
+
+    #[test]
+    fn a_format_that_is_learned_alone_is_told() {
+        let aims = || {
+            let unit = (0.0, 1.0);
+            let rewards = vec![("accuracy".to_owned(), unit), ("format".to_owned(), unit)];
+            Aims { range: Some((0.0, 2.0)), rewards, ..Aims::default() }
+        };
+        let run = |accuracy: fn(u64) -> f64, format: fn(u64) -> f64| {
+            let steps = (1..=100).map(|step: u64| {
+                let (accuracy, format) = (accuracy(step) + 0.1 * noise(step), format(step));
+                let all = [
+                    ("reward", accuracy + format),
+                    ("reward_std", 0.5),
+                    ("frac_reward_zero_std", 0.4),
+                    ("rewards/accuracy/mean", accuracy),
+                    ("rewards/accuracy/std", 0.4),
+                    ("rewards/format/mean", format),
+                    ("rewards/format/std", 0.1),
+                ];
+                all.map(|(name, value)| (name.to_owned(), Some(value))).to_vec()
+            });
+            series(&mut Health::new(aims()), steps)
+        };
+        let formed = |step: u64| (0.1 + step as f64 / 20.0).min(0.98);
+        let told = run(|_| 0.2, formed);
+        assert_eq!(told.iter().map(|own| own.1.as_str()).collect::<Vec<_>>(), ["format_only"], "{told:?}");
+        assert_eq!(run(|step| 0.2 + 0.003 * step as f64, formed), []);
+        assert_eq!(run(|_| 0.9, formed), [], "the answers were right from the start");
+        assert_eq!(run(|step| 0.2 + 0.003 * step as f64, |_| 0.97), [], "the form was there from the start");
+    }
+
+    #[test]
+    fn completions_that_are_cut_off_and_earn_are_no_problem() {
+        let cut = [("completions/clipped_ratio", 1.0), ("frac_reward_zero_std", 0.4)];
+        let told = series(&mut without_range(), (0..20).map(|_| own(0.95, (0.0, 1.0), &cut)));
+        assert_eq!(told, []);
+        let told = series(&mut without_range(), (0..20).map(|_| own(0.3, (0.0, 1.0), &cut)));
+        assert_eq!(told, [begin(5, "cut_off")]);
+    }
+
+    /// The mean reward of a step with few prompts jumps.
+    #[test]
+    fn a_reward_that_falls_by_chance_in_the_first_steps_is_no_collapse() {
+        let jumps = [0.6, 0.65, 0.35, 0.4, 0.3, 0.45, 0.35, 0.55, 0.6];
+        let all =
+            jumps.map(|mean| own(mean, (0.0, 1.0), &[("grad_norm", 0.1), ("frac_reward_zero_std", 0.95)]));
+        let told = series(&mut without_range(), all);
+        assert!(told.iter().all(|(_, rule, _)| rule != "ran_away"), "{told:?}");
     }
 
     #[test]

@@ -110,7 +110,7 @@ impl<'a> Pass<'a> {
         sums.add_completions(&lengths, &truncated)?;
         let rewards = &rollouts.rewards;
         let named = rewards.names.iter().map(String::as_str).zip(rewards.values.iter().map(Vec::as_slice));
-        sums.add_rewards(&named.collect::<Vec<_>>(), &rewards.total, &rollouts.zero_std)?;
+        sums.add_rewards(&named.collect::<Vec<_>>(), &rewards.total, &lengths, &rollouts.zero_std)?;
         let of_prompt = |group: &Group| {
             let each = group.completions.iter().map(|c| c.completion.ids.len()).filter(|&len| len > 0);
             each.map(|len| group.row.prompt.ids.len() + len - 1).sum::<usize>()

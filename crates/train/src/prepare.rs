@@ -460,6 +460,7 @@ impl Run {
                 usable,
                 &self.prompts,
                 self.algorithm.num_generations,
+                console,
             )?;
         }
         if let Some(eval) = &self.eval {
@@ -471,7 +472,7 @@ impl Run {
             if !scores && first {
                 let rows = eval.rows.iter().copied();
                 let each = eval.options.num_generations;
-                checks::probe_rewards(&self.rewards, &eval.dataset, rows, &self.prompts, each)?;
+                checks::probe_rewards(&self.rewards, &eval.dataset, rows, &self.prompts, each, console)?;
             }
         }
         if scores || self.eval.is_some() {

@@ -215,7 +215,8 @@ impl Records {
         }
         self.steps_timed += 1;
         self.rewards_seen.extend(reward);
-        let problems = self.problems(step, &metrics)?;
+        let problems = self.health.add(step, &metrics);
+        let problems = self.problems(step, problems)?;
         metrics.extend(times);
         self.metrics(step, epoch, &metrics)?;
         let (own, others): (Vec<Metric>, Vec<Metric>) =
@@ -232,12 +233,11 @@ impl Records {
         Ok((metrics, problems))
     }
 
-    /// Shows, records and returns the problems that begin or end with a step.
-    fn problems(&mut self, step: u64, metrics: &[Metric]) -> Result<Vec<TrainingProblem>> {
+    /// Shows, records and returns the problems that begin or end after a step.
+    fn problems(&mut self, step: u64, mut problems: Vec<TrainingProblem>) -> Result<Vec<TrainingProblem>> {
         let Some(dir) = &self.dir else { return Ok(Vec::new()) };
-        let mut problems = self.health.add(step, metrics);
         for problem in &mut problems {
-            if problem.begins {
+            if problem.begins && !problem.good {
                 let good = checkpoint::before(dir.root(), problem.since)?;
                 let good = good.map_or("No checkpoint precedes the problem".to_owned(), |(_, path)| {
                     format!("The last checkpoint before the problem is {}", path.display())
@@ -311,12 +311,18 @@ impl Records {
         ));
     }
 
-    /// Records the result of an evaluation: its metrics, its completions and its tables.
-    pub(crate) fn evaluation(&mut self, step: u64, epoch: f64, evaluation: &Evaluation) -> Result<()> {
+    /// Records the result of an evaluation: its metrics, its completions and its tables. Returns the problems that it
+    /// shows.
+    pub(crate) fn evaluation(
+        &mut self,
+        step: u64,
+        epoch: f64,
+        evaluation: &Evaluation,
+    ) -> Result<Vec<TrainingProblem>> {
         for row in &evaluation.skipped {
             self.skipped(step, row)?;
         }
-        let Some(dir) = &self.dir else { return Ok(()) };
+        let Some(dir) = &self.dir else { return Ok(Vec::new()) };
         let lines = json_lines(&evaluation.rows);
         let dir = dir.root().join(names::EVALUATIONS);
         std::fs::create_dir_all(&dir).map_err(TrainError::io(&dir))?;
@@ -328,7 +334,8 @@ impl Records {
         self.metrics(step, epoch, &evaluation.summary.metrics)?;
         self.track(step, epoch, &evaluation.summary.metrics);
         self.console.event(Some(step), &Event::evaluation(&evaluation.summary.metrics));
-        Ok(())
+        let problems = self.health.evaluated(step, &evaluation.summary.metrics);
+        self.problems(step, problems)
     }
 
     /// Writes the rows that led to a loss or gradient that is not finite.

@@ -33,7 +33,7 @@ impl Returned {
         for ((name, values), applied) in own.zip(&mut self.applied) {
             *applied |= values.iter().any(Option::is_some);
             if self.rollouts == 1 {
-                warnings.extend(idle(name, values, step));
+                warnings.extend(idle(name, values, step, num_rewards));
             }
         }
         warnings
@@ -59,8 +59,9 @@ impl Returned {
     }
 }
 
-/// Returns a warning about a reward whose values do not tell completions apart.
-fn idle(name: &str, values: &[Option<f64>], step: u64) -> Option<String> {
+/// Returns a warning about a reward whose values do not tell completions apart. A rule of [`health`](crate::health) reports a run whose
+/// only reward gives equal values.
+fn idle(name: &str, values: &[Option<f64>], step: u64, num_rewards: usize) -> Option<String> {
     let count = values.len();
     let first = values.iter().flatten().next();
     let Some(first) = first else {
@@ -71,7 +72,7 @@ fn idle(name: &str, values: &[Option<f64>], step: u64) -> Option<String> {
             )
         });
     };
-    (count > 1 && values.iter().all(|value| value.as_ref() == Some(first))).then(|| {
+    (count > 1 && num_rewards > 1 && values.iter().all(|value| value.as_ref() == Some(first))).then(|| {
         format!(
             "the reward `{name}` gave {first} to all {count} completions of step {step}: equal rewards teach nothing. Compare what it reads \
              with what the model writes, in rollouts/step-{step:06}.jsonl"
@@ -115,7 +116,9 @@ mod tests {
         assert!(warnings[1].contains("`r1` gave 0.5 to all 3 completions of step 1"), "{warnings:?}");
         assert!(returned.add(2, &scores, 4).is_empty());
         // One completion cannot differ from others.
-        assert!(Returned::default().add(1, &matrix(&[&[Some(1.0)]]), 1).is_empty());
+        assert!(Returned::default().add(1, &matrix(&[&[Some(1.0)], &[Some(0.0)]]), 2).is_empty());
+        // The rule `dead_reward` reports a single reward.
+        assert!(Returned::default().add(1, &matrix(&[&[Some(1.0), Some(1.0)]]), 1).is_empty());
     }
 
     #[test]

@@ -67,9 +67,17 @@ pub fn applies(rewards: &RewardSet, sample: &Sample) -> Result<Vec<Option<bool>>
 }
 
 /// Scores the completions of one row with the rewards outside of this process. If a reward cannot be started or reached, or does not
-/// return one value for each completion, this fails before anything is sampled.
-pub fn probe(rewards: &RewardSet, sample: &Sample, group: &[Completion]) -> Result<()> {
-    with_inputs(&[(sample, group)], 0, 0, |inputs| Ok(rewards.probe(inputs)?))
+/// return one value for each completion, this fails before anything is sampled. Returns the name and the values of each reward;
+/// built-in rewards have none.
+pub fn probe(
+    rewards: &RewardSet,
+    sample: &Sample,
+    group: &[Completion],
+) -> Result<Vec<(String, Vec<Option<f64>>)>> {
+    with_inputs(&[(sample, group)], 0, 0, |inputs| {
+        let values = rewards.probe(inputs)?;
+        Ok(values.into_iter().map(|(name, values)| (name.to_owned(), values)).collect())
+    })
 }
 
 pub(crate) fn completion(text: String, ids: Vec<u32>) -> Completion {

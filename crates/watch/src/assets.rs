@@ -20,6 +20,7 @@ pub(crate) const FILES: &[(&str, &str, &str)] = &[
     ("table.js", JS, concat!("export const CHARTS = ", include_str!("page/table.json"), ";\n")),
     ("uplot.css", CSS, include_str!("page/uplot.css")),
     ("uplot.js", JS, include_str!("page/uplot.js")),
+    ("verdict.js", JS, include_str!("page/verdict.js")),
     ("uplot.LICENSE", "text/plain; charset=utf-8", include_str!("page/uplot.LICENSE")),
 ];
 
@@ -34,7 +35,7 @@ const CSS: &str = "text/css; charset=utf-8";
 const JS: &str = "text/javascript; charset=utf-8";
 
 /// Modules of the page, each after those that it imports.
-const MODULES: [&str; 12] = [
+const MODULES: [&str; 13] = [
     "shared",
     "stats",
     "export",
@@ -46,6 +47,7 @@ const MODULES: [&str; 12] = [
     "rollouts",
     "rows",
     "evaluations",
+    "verdict",
     "app",
 ];
 

@@ -10,6 +10,7 @@
 //! rollouts/, tokens/ ──► /api/steps, groups, group, tokens ──┼──► the page (src/page): charts, viewer, evaluations, settings
 //! rollouts/ ──► catalogue ──► /api/catalogue, spread, joint ──┤
 //! eval/ ──► /api/evaluations, compare ───────────────────────┤
+//! metrics, events, eval/, rollouts/ ──► /api/verdict ─────────┤
 //! config.yaml ──► /api/runs ──────────────────────────────────┘
 //! growth of metrics.jsonl ──► /api/events (server-sent): the page fetches what is new
 //! ```
@@ -30,6 +31,7 @@
 mod assets;
 mod board;
 mod catalogue;
+mod course;
 mod curves;
 mod error;
 mod evaluations;
@@ -44,6 +46,7 @@ mod run;
 mod server;
 mod tensorboard;
 mod terminal;
+mod verdict;
 mod wandb;
 
 pub use board::Board;
@@ -52,4 +55,5 @@ pub use prometheus::Prometheus;
 pub use report::{Report, curves, report};
 pub use server::{Action, Controls, Server};
 pub use tensorboard::TensorBoard;
+pub use verdict::{Example, Kind, Measure, Measured, Verdict, verdict, verdicts};
 pub use wandb::{Wandb, WandbRun};

@@ -76,7 +76,9 @@ fn mark(line: &[u8]) -> Option<Mark> {
     let kind = match &event {
         Event::Started { .. } => "start",
         Event::Resumed { .. } => "resumption",
-        Event::Warning { .. } | Event::Problem(TrainingProblem { begins: true, .. }) => "warning",
+        Event::Warning { .. } | Event::Problem(TrainingProblem { begins: true, good: false, .. }) => {
+            "warning"
+        }
         Event::Checkpoint { .. } => "checkpoint",
         Event::Evaluation { .. } => "evaluation",
         Event::Stopping { .. } | Event::Stopped { .. } | Event::Collapsed { .. } => "stop",
@@ -163,7 +165,13 @@ mod tests {
         console.event(Some(0), &Event::Started { num_steps: 40 });
         console.event(Some(20), &Event::Checkpoint { path: "runs/x/checkpoint-20".into() });
         console.warning("after the checkpoint");
-        let problem = |begins| TrainingProblem { rule: "r".into(), begins, since: 3, text: "t".into() };
+        let problem = |begins| TrainingProblem {
+            rule: "r".into(),
+            begins,
+            since: 3,
+            text: "t".into(),
+            ..TrainingProblem::default()
+        };
         console.event(Some(21), &Event::Problem(problem(true)));
         console.event(Some(30), &Event::Problem(problem(false)));
         console.event(Some(31), &Event::evaluation(&[("eval_reward".into(), Some(0.5)), ("x".into(), None)]));

@@ -132,6 +132,7 @@ impl Data {
     fn fill(&mut self) -> Result<(), Error> {
         self.ask("runs", &[])?;
         self.ask("marks", &[RUN])?;
+        self.verdict()?;
         self.curves = self.ask("curves", &[RUN])?;
         let known = self.ask("catalogue", &[RUN, ("measure", "reward"), ("from", "1000000000")])?;
         let texts = |list: &Value| -> Vec<String> {
@@ -153,6 +154,19 @@ impl Data {
         }
         self.groups()?;
         self.evaluations()
+    }
+
+    /// Adds the verdict, and the picture of its example.
+    fn verdict(&mut self) -> Result<(), Error> {
+        let verdict = self.ask("verdict", &[RUN])?;
+        let example = &verdict["example"];
+        let number = |name: &str| example[name].as_u64();
+        if let (Some(step), Some(group), Some(at)) = (number("step"), number("group"), number("picture"))
+            && let Ok(medium) = self.app.rollout_medium(step, group as usize, at as usize)
+        {
+            self.embed(format!("{step}-{group}-{at}"), &medium, &[]);
+        }
+        Ok(())
     }
 
     /// Adds the groups of the last step whose completions differ most.

@@ -420,7 +420,7 @@ fn brief(record: &Rollout, column: Option<&str>) -> Brief {
 }
 
 /// Returns the end of a prompt without the markers of the chat template.
-fn question(record: &Rollout) -> String {
+pub(crate) fn question(record: &Rollout) -> String {
     let mut plain = String::new();
     let mut rest = record.prompt.as_str();
     while let Some((before, (_, after))) =

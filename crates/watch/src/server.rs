@@ -27,6 +27,7 @@ use crate::marks::Marks;
 use crate::media::Medium;
 use crate::rollouts::{Filter, Records};
 use crate::run::{MAX_RUNS, MAX_STEPS, Metrics, Run};
+use crate::verdict::Verdicts;
 
 /// Interval at which the files of the runs are checked while a page is open.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
@@ -97,6 +98,7 @@ pub(crate) struct App {
     catalogues: Catalogues,
     curves: AllCurves,
     marks: Marks,
+    verdicts: Verdicts,
     evaluations: Evaluations,
     listeners: Arc<AtomicUsize>,
     /// Connection to the run in progress; `None` if this server only shows runs.
@@ -340,6 +342,7 @@ impl App {
             catalogues: Catalogues::default(),
             curves: AllCurves::default(),
             marks: Marks::default(),
+            verdicts: Verdicts::default(),
             evaluations: Evaluations::default(),
             listeners: Arc::default(),
             controls: None,
@@ -437,6 +440,7 @@ impl App {
             }
             "api/curves" => self.curves.of(run, &asked(query)?)?,
             "api/marks" => json!(self.marks.of(run)?),
+            "api/verdict" => json!(self.verdicts.of(run)?),
             "api/steps" => {
                 let (steps, capped) = run.last_steps("rollouts", MAX_STEPS)?;
                 json!({ "steps": steps, "capped": capped, "tokens": run.steps("tokens")? })

@@ -329,7 +329,14 @@ fn argument(flag: &'static Flag, verb: Verb, shown: Shown) -> Arg {
     let arg = arg.long(flag.name).aliases(others).value_name(help::placeholder(&flag.kind));
     match flag.kind {
         Kind::Bool | Kind::Switch(_) => arg.num_args(0..=1).default_missing_value("true"),
-        Kind::Path => arg.value_hint(ValueHint::AnyPath),
+        Kind::Path => match flag.alone.iter().find(|(of, _)| *of == verb) {
+            Some((_, value)) => arg
+                .value_hint(ValueHint::AnyPath)
+                .num_args(0..=1)
+                .require_equals(true)
+                .default_missing_value(*value),
+            None => arg.value_hint(ValueHint::AnyPath),
+        },
         Kind::Paths(_) => arg.value_hint(ValueHint::AnyPath).num_args(1..).action(ArgAction::Append),
         Kind::Int { .. } | Kind::Float { .. } => arg.allow_negative_numbers(true),
         Kind::Floats => arg.num_args(1..).action(ArgAction::Append).allow_negative_numbers(true),

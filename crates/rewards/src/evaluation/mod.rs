@@ -147,6 +147,10 @@ pub struct Summary {
     pub explanations: Option<ExplanationReport>,
     /// 95 % interval of `eval_accuracy`.
     pub accuracy_interval: Option<(f64, f64)>,
+    /// 95 % interval of `eval_reward` over rows; `None` with fewer than two rows.
+    pub reward_interval: Option<(f64, f64)>,
+    /// True if the reward of each row is 0 or 1, so that `eval_reward` is a share of the rows.
+    pub reward_is_share: bool,
 }
 
 impl Summary {
@@ -155,12 +159,17 @@ impl Summary {
         self.metrics.iter().find(|(n, _)| n == name).and_then(|(_, v)| *v)
     }
 
-    /// Returns everything as a JSON object: the metrics, and the tables under `categories`, `confusion` and `accuracy_interval`.
+    /// Returns everything as a JSON object: the metrics, the tables under `categories` and `confusion`, and the intervals under
+    /// `accuracy_interval` and `reward_interval`.
     pub fn to_json(&self) -> serde_json::Value {
         let mut out: serde_json::Map<String, serde_json::Value> =
             self.metrics.iter().map(|(name, value)| (name.clone(), serde_json::json!(value))).collect();
         if let Some((low, high)) = self.accuracy_interval {
             out.insert("accuracy_interval".to_owned(), serde_json::json!([low, high]));
+        }
+        if let Some((low, high)) = self.reward_interval {
+            out.insert("reward_interval".to_owned(), serde_json::json!([low, high]));
+            out.insert("reward_is_share".to_owned(), self.reward_is_share.into());
         }
         if !self.categories.is_empty() {
             let table = self.categories.iter().map(|category| {
@@ -226,6 +235,8 @@ pub fn summarize(rows: &[EvalRow], rewards: &RewardSet, measures: &Measures) -> 
         metrics.push(("eval_war".into(), confusion.war()));
         metrics.push(("eval_uar".into(), confusion.uar()));
     }
+    let of_row = |row: &EvalRow| mean(row.reward.iter().copied().flatten());
+    let row_rewards: Vec<f64> = rows.iter().filter_map(of_row).collect();
     let explanations = explained(rows);
     for (view, scores) in explanations.iter().flat_map(ExplanationReport::views) {
         for (measure, score) in MEASURES.iter().zip(scores) {
@@ -239,8 +250,33 @@ pub fn summarize(rows: &[EvalRow], rewards: &RewardSet, measures: &Measures) -> 
         confusion,
         explanations,
         accuracy_interval,
+        reward_interval: mean_interval(&row_rewards),
+        reward_is_share: is_share(&row_rewards),
     })
 }
+
+fn is_share(values: &[f64]) -> bool {
+    values.iter().all(|value| [0.0, 1.0].contains(value))
+}
+
+/// Returns the 95 % interval of the mean of numbers: Wilson's if all are 0 or 1, otherwise the normal approximation. `None` with fewer
+/// than two numbers.
+pub fn mean_interval(values: &[f64]) -> Option<(f64, f64)> {
+    let count = values.len() as f64;
+    let mean = values.iter().sum::<f64>() / count;
+    if values.len() < 2 {
+        return None;
+    }
+    if is_share(values) {
+        return Some(wilson_interval(mean, values.len()));
+    }
+    let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
+    let half = Z * (squares / (count - 1.0) / count).sqrt();
+    Some((mean - half, mean + half))
+}
+
+/// Quantile of the normal distribution for 95 %.
+const Z: f64 = 1.959_963_984_540_054;
 
 /// Returns the reward of a run that judges answers, and its value for a correct one. The value is the upper end of the range, or
 /// 1 for a program or endpoint that declares no bound. Of several such rewards, the first of the table wins.
@@ -375,7 +411,6 @@ pub fn wilson_interval(p: f64, n: usize) -> (f64, f64) {
     if n == 0 {
         return (0.0, 1.0);
     }
-    const Z: f64 = 1.959_963_984_540_054;
     let n = n as f64;
     let centre = (p + Z * Z / (2.0 * n)) / (1.0 + Z * Z / n);
     let half = Z / (1.0 + Z * Z / n) * (p * (1.0 - p) / n + Z * Z / (4.0 * n * n)).sqrt();
@@ -566,6 +601,15 @@ mod tests {
     }
 
     /// Newcombe (1998), table I: 15 of 148.
+    #[test]
+    fn the_interval_of_a_mean_goes_by_its_values() {
+        assert_eq!(mean_interval(&[0.0, 1.0, 1.0, 0.0]), Some(wilson_interval(0.5, 4)));
+        // Mean 2, deviation 1, error 1/√3.
+        let (low, high) = mean_interval(&[1.0, 2.0, 3.0]).unwrap();
+        assert!((high - 2.0 - 1.959_964 / 3f64.sqrt()).abs() < 1e-6 && (low + high - 4.0).abs() < 1e-12);
+        assert_eq!((mean_interval(&[1.0]), mean_interval(&[])), (None, None));
+    }
+
     #[test]
     fn the_interval_is_wilsons() {
         let (low, high) = wilson_interval(15.0 / 148.0, 148);

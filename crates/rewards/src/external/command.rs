@@ -18,8 +18,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{
-    Answer, ExternalOptions, Failure, Log, Request, answer_of, attempts, excerpt, python_function, redacted,
-    rows_name, same_id, spread, values,
+    Answer, ExternalOptions, Failure, Log, Request, StatedRange, answer_of, attempts, excerpt,
+    python_function, redacted, rows_name, same_id, spread, values,
 };
 use crate::contract::Logged;
 use crate::{Reward, RewardError, RewardInput, RewardOptions};
@@ -39,6 +39,7 @@ struct CommandReward {
     options: ExternalOptions,
     program: Program,
     log: Log,
+    stated: StatedRange,
 }
 
 /// Processes of one program, each started when it is first needed and kept.
@@ -158,7 +159,13 @@ fn started(
         program,
         source,
     })?;
-    Ok(Box::new(CommandReward { name, options, program, log: Log::default() }))
+    Ok(Box::new(CommandReward {
+        name,
+        options,
+        program,
+        log: Log::default(),
+        stated: StatedRange::default(),
+    }))
 }
 
 /// Returns "my_reward" for `python my_reward.py`, or the name of the function if an argument contains it.
@@ -177,7 +184,7 @@ impl Reward for CommandReward {
     }
 
     fn range(&self) -> (f64, f64) {
-        self.options.range.unwrap_or((f64::NEG_INFINITY, f64::INFINITY))
+        self.options.range.unwrap_or_else(|| self.stated.get())
     }
 
     fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
@@ -213,6 +220,7 @@ impl CommandReward {
         let read = |line: &str, id: u64| {
             let answer: Answer = parsed(line)?;
             same_id(answer.id, id)?;
+            self.stated.take(answer.range);
             values(answer, rows.len())
         };
         self.program.exchange(worker, |id| Request::new(id, rows, &self.options, probe), read)
@@ -590,7 +598,7 @@ done"#;
         let probe = |body: &str, range| {
             let set = set(dir.path(), body, |o| o.range = range).unwrap();
             let row = Row::new("q", "1", "s");
-            set.probe(&[row.input()]).map_err(|error| error.to_string())
+            set.probe(&[row.input()]).map(drop).map_err(|error| error.to_string())
         };
         // The answer is marked, and the process is kept.
         let marked =

@@ -17,7 +17,8 @@
 //! text that the completion continues without a chat template.
 //!
 //! Besides `rewards`, an answer may have `"metrics": {"name": 1.5}` and `"columns": {"name": ["a value per row"]}`. Metrics
-//! become metrics of the step, as means over its requests weighted by rows. Columns go into the records of completions.
+//! become metrics of the step, as means over its requests weighted by rows. Columns go into the records of completions. With
+//! `"range": [0, 1]`, a program states the smallest and the largest value of its reward; null is no bound.
 //!
 //! A request contains all completions of a row, so that a scorer can compare them.
 //!
@@ -39,7 +40,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{LazyLock, Mutex};
+use std::sync::{LazyLock, Mutex, OnceLock};
 use std::time::Duration;
 
 use omnigrpo_data::{MediumRef, MediumSource};
@@ -277,6 +278,27 @@ struct Answer {
     metrics: BTreeMap<String, f64>,
     #[serde(default)]
     columns: BTreeMap<String, Vec<Value>>,
+    range: Option<[Option<f64>; 2]>,
+}
+
+/// Range that a program states with its answers, if it does.
+#[derive(Debug, Default)]
+pub struct StatedRange(OnceLock<(f64, f64)>);
+
+impl StatedRange {
+    /// Keeps the first range that is stated. A bound without a number is infinite.
+    pub fn take(&self, stated: Option<[Option<f64>; 2]>) {
+        let Some([low, high]) = stated else { return };
+        let (low, high) = (low.unwrap_or(f64::NEG_INFINITY), high.unwrap_or(f64::INFINITY));
+        if low < high {
+            self.0.get_or_init(|| (low, high));
+        }
+    }
+
+    /// Returns the stated range; all numbers before it is known.
+    pub fn get(&self) -> (f64, f64) {
+        self.0.get().copied().unwrap_or((f64::NEG_INFINITY, f64::INFINITY))
+    }
 }
 
 /// Records from the answers of a batch, by the rows of their requests.

@@ -3,7 +3,7 @@
 use super::*;
 use crate::{Keep, Settings};
 use Kind::{Bool, Choice, Path, Text, Texts};
-use verb::Verb::{Completions, Convert, DataConvert, Init, Man, Push, Report, Translate, Watch};
+use verb::Verb::{Completions, Convert, DataConvert, Diagnose, Init, Man, Push, Report, Translate, Watch};
 
 /// Returns the datasets that `data convert` reads.
 fn conversions() -> Vec<(&'static str, &'static str)> {
@@ -66,13 +66,13 @@ pub const FLAGS: &[Flag] = &[
     row("served_model_name", Text, at!(serve.name), &[Serve])
         .help("Name of the model in requests and responses.")
         .unset("`checkpoint` as it is given"),
-    row("run_dirs", Texts, at!(io.run_dirs), &[Watch, Report])
+    row("run_dirs", Texts, at!(io.run_dirs), &[Watch, Report, Diagnose])
         .help(
-            "Run directories. `watch` also takes a directory of run directories and draws several runs in the \
-             same charts.",
+            "Run directories. `watch`, `report` and `diagnose` also take a directory of run directories. `watch` \
+             draws several runs in the same charts.",
         )
         .unset("")
-        .required(&[Watch, Report])
+        .required(&[Watch, Report, Diagnose])
         .positional(),
     row("script", Path, at!(io.script), &[Translate])
         .help(
@@ -84,10 +84,10 @@ pub const FLAGS: &[Flag] = &[
         .positional(),
     row("strict", Bool, at!(io.strict), &[Translate])
         .help("Exit with status 1 if a setting that changes training has no counterpart. The file is written in any case."),
-    row("input", Path, at!(io.input), &[Generate, Score, DataConvert, RewardsRun])
+    row("input", Path, at!(io.input), &[Generate, Score, DataConvert, RewardsRun, RewardsTry])
         .help(
             "Rows to read, in any format that `data check` reads; `-` is standard input, and a run directory \
-             stands for its rollouts. `score` and `rewards run` need `completions` in each row.",
+             stands for its rollouts. `score`, `rewards run` and `rewards try` need `completions` in each row.",
         )
         .unset("")
         .required(&[Score, DataConvert, RewardsRun])
@@ -138,8 +138,10 @@ pub const FLAGS: &[Flag] = &[
              several.",
         )
         .idle(no_prompt),
-    row("row", int(0, MANY), at!(io.row), &[DataShow]).help("First row to show, counted from 0 over all files."),
-    row("num_rows", int(1, COUNT), at!(io.num_rows), &[DataShow]).help("Rows to show."),
+    row("row", int(0, MANY), at!(io.row), &[DataShow, RewardsTry]).help("First row to show, counted from 0 over all files."),
+    row("num_rows", int(1, COUNT), at!(io.num_rows), &[DataShow, RewardsTry])
+        .help("Rows to show.")
+        .per_verb(&[(RewardsTry, "3")]),
     row("num_images", int(0, COUNT), at!(bench.num_images), BENCH).of_media()
         .help("Number of images per prompt; a model that reads text only has none."),
     row("image_px", int(28, 16_384), at!(bench.image_px), BENCH)
@@ -153,9 +155,10 @@ pub const FLAGS: &[Flag] = &[
     row("num_prompts", int(1, COUNT), at!(bench.num_prompts), BENCH).help("Number of prompts per step."),
     row("num_steps", int(1, COUNT), at!(bench.num_steps), BENCH)
         .help("Number of steps to measure, after a first step that is not measured; the result is the median."),
-    row("json", Path, at!(io.json), &[Train, Sft, Bench])
-        .help("File for the numbers of `bench` or `plan`, as JSON.")
+    row("json", Path, at!(io.json), &[Train, Sft, Bench, Diagnose])
+        .help("File for the numbers of `bench` or `plan`, as JSON. `diagnose RUN --json` prints the verdict as JSON, and `--json=FILE` writes it to a file.")
+        .alone(&[(Diagnose, "-")])
         .unset("nothing is written")
         .free(TUNES)
-        .idle(|s, verb| (verb != Bench && !s.io.dry_run).then_some("only `plan` and `--dry_run` write it")),
+        .idle(|s, verb| (!matches!(verb, Bench | Diagnose) && !s.io.dry_run).then_some("only `plan` and `--dry_run` write it")),
 ];

@@ -30,7 +30,7 @@ use crate::values::{Value, take};
 
 use verb::Verb::{
     Bench, Convert, DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Export, Generate, Plan, Push,
-    RewardsList, RewardsRun, Score, Serve, Sft, Train,
+    RewardsList, RewardsRun, RewardsTry, Score, Serve, Sft, Train,
 };
 
 /// Every setting, by its section in the help.
@@ -272,6 +272,8 @@ pub struct Flag {
     pub help: &'static str,
     /// Verbs that take the setting.
     pub verbs: &'static [Verb],
+    /// Values of the setting if it is given without one; a value then follows an equals sign.
+    pub alone: &'static [(Verb, &'static str)],
     /// Verbs that require the setting.
     pub required: &'static [Verb],
     /// True for a positional argument.
@@ -365,6 +367,12 @@ impl Flag {
         self
     }
 
+    /// Sets the values that the setting has if it is given without one.
+    const fn alone(mut self, values: &'static [(Verb, &'static str)]) -> Self {
+        self.alone = values;
+        self
+    }
+
     const fn required(mut self, verbs: &'static [Verb]) -> Self {
         self.required = verbs;
         self
@@ -425,6 +433,7 @@ const fn row(name: &'static str, kind: Kind, place: Place, verbs: &'static [Verb
         place,
         unset: None,
         verb_defaults: &[],
+        alone: &[],
         help: "",
         verbs,
         required: &[],
@@ -469,6 +478,7 @@ pub(crate) const SET: &[Verb] = &[
     DataConvert,
     RewardsList,
     RewardsRun,
+    RewardsTry,
     Export,
     Push,
     Doctor,
@@ -477,35 +487,38 @@ pub(crate) const SET: &[Verb] = &[
 ];
 /// Verbs with the settings of a family of models.
 pub(crate) const FAMILY: &[Verb] =
-    &[Train, Sft, Generate, Score, Eval, Serve, DataCheck, DataShow, Export, Doctor, Bench];
+    &[Train, Sft, Generate, Score, Eval, Serve, DataCheck, DataShow, Export, Doctor, Bench, RewardsTry];
 /// Verbs that load a model by flag, or only its processor if a model is given.
 pub(crate) const MODEL: &[Verb] =
-    &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, Export, Doctor, Bench, RewardsRun];
+    &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, Export, Doctor, Bench, RewardsRun, RewardsTry];
 /// Verbs that choose the precision of the weights.
-pub(crate) const PRECISE: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve, Convert, Export, Demo, Bench];
+pub(crate) const PRECISE: &[Verb] =
+    &[Train, Sft, Generate, Score, Eval, Serve, Convert, Export, Demo, Bench, RewardsTry];
 /// Verbs that multiply with the weights of a model.
-pub(crate) const MULTIPLIES: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve, Doctor, Demo, Bench];
+pub(crate) const MULTIPLIES: &[Verb] =
+    &[Train, Sft, Generate, Score, Eval, Serve, Doctor, Demo, Bench, RewardsTry];
 /// Verbs with a choice of device.
-pub(crate) const PLACED: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve, Demo];
+pub(crate) const PLACED: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve, Demo, RewardsTry];
 /// Verbs that may use a medium more than once.
-pub(crate) const CACHES: &[Verb] = &[Train, Sft, Generate, Score, Eval, Demo];
+pub(crate) const CACHES: &[Verb] = &[Train, Sft, Generate, Score, Eval, Demo, RewardsTry];
 /// Verbs that take an adapter.
-pub(crate) const ADAPTED: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve, Export];
+pub(crate) const ADAPTED: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve, Export, RewardsTry];
 /// Verbs that can quantise a model.
-pub(crate) const QUANTISED: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve];
+pub(crate) const QUANTISED: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve, RewardsTry];
 /// Verbs that train the user's model.
 pub(crate) const TUNES: &[Verb] = &[Train, Sft];
 /// Verbs that read training rows.
-pub(crate) const TRAIN_ROWS: &[Verb] = &[Train, Sft, DataCheck, DataShow];
+pub(crate) const TRAIN_ROWS: &[Verb] = &[Train, Sft, DataCheck, DataShow, RewardsTry];
 /// Verbs that read evaluation rows.
 pub(crate) const EVAL_ROWS: &[Verb] = &[Train, Sft, Eval, DataCheck, DataShow];
 /// Verbs that read rows or messages with media.
-pub(crate) const ROWS: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve, DataCheck, DataShow];
+pub(crate) const ROWS: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve, DataCheck, DataShow, RewardsTry];
 /// Verbs that read rows of any format.
-pub(crate) const READS_ROWS: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, RewardsRun];
+pub(crate) const READS_ROWS: &[Verb] =
+    &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, RewardsRun, RewardsTry];
 /// Verbs that may fetch media.
 pub(crate) const FETCHES: &[Verb] =
-    &[Train, Sft, Generate, Score, Eval, Serve, DataCheck, DataShow, RewardsRun];
+    &[Train, Sft, Generate, Score, Eval, Serve, DataCheck, DataShow, RewardsRun, RewardsTry];
 /// Verbs that can skip bad rows.
 pub(crate) const BAD_ROWS: &[Verb] = &[Train, Sft, Eval];
 /// Verbs with the GRPO objective.
@@ -513,18 +526,20 @@ pub(crate) const GRPO: &[Verb] = &[Train, Demo];
 /// Verb that takes the workload of `bench`.
 pub(crate) const BENCH: &[Verb] = &[Bench];
 /// Verbs that score completions with rewards.
-pub(crate) const REWARDED: &[Verb] = &[Train, Sft, Eval, Demo, RewardsRun];
+pub(crate) const REWARDED: &[Verb] = &[Train, Sft, Eval, Demo, RewardsRun, RewardsTry];
+/// Verbs that name their rewards with `reward_funcs`.
+pub(crate) const NAMES_REWARDS: &[Verb] = &[Train, Sft, Eval, DataCheck, Demo, RewardsRun];
 /// Verbs that use rewards, also on rows without completions.
-pub(crate) const ASKS_REWARDS: &[Verb] = &[Train, Sft, Eval, DataCheck, Demo, RewardsRun];
+pub(crate) const ASKS_REWARDS: &[Verb] = &[Train, Sft, Eval, DataCheck, Demo, RewardsRun, RewardsTry];
 /// Verbs that sample.
-pub(crate) const SAMPLES: &[Verb] = &[Train, Generate, Eval, Serve, Demo];
+pub(crate) const SAMPLES: &[Verb] = &[Train, Generate, Eval, Serve, Demo, RewardsTry];
 /// Verbs that read or write completions of bounded length.
 pub(crate) const BOUNDED: &[Verb] =
-    &[Train, Sft, Generate, Eval, Serve, DataCheck, DataShow, RewardsRun, Demo];
+    &[Train, Sft, Generate, Eval, Serve, DataCheck, DataShow, RewardsRun, Demo, RewardsTry];
 /// Verbs that take optimizer steps.
 pub(crate) const STEPS: &[Verb] = &[Train, Sft, Demo];
 /// Verbs that use random numbers.
-pub(crate) const RANDOM: &[Verb] = &[Train, Sft, Generate, Eval, RewardsRun, Demo, Bench];
+pub(crate) const RANDOM: &[Verb] = &[Train, Sft, Generate, Eval, RewardsRun, Demo, Bench, RewardsTry];
 /// Verbs that train with checkpoints.
 pub(crate) const LOOP: &[Verb] = &[Train, Sft, Demo];
 /// Verbs that summarise scored completions.

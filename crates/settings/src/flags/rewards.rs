@@ -60,7 +60,7 @@ fn unscored(s: &Settings, verb: Verb) -> Option<&'static str> {
 
 /// Flags of this section.
 pub const FLAGS: &[Flag] = &[
-    row("reward_funcs", Specs, at!(rewards.funcs), ASKS_REWARDS)
+    row("reward_funcs", Specs, at!(rewards.funcs), NAMES_REWARDS)
         .help(
             "Rewards to add up: names (`rewards list`), a function of a Python file (`my_rewards.py:mine`), a \
              program (`cmd:python my_reward.py`), an address (`http://…`), or a reward model, given as the \
@@ -68,6 +68,10 @@ pub const FLAGS: &[Flag] = &[
         )
         .alias(&["rewards"])
         .idle(unscored),
+    row("reward", Specs, at!(rewards.funcs), &[RewardsTry])
+        .help("Rewards to try, as in `--reward_funcs`: names, `my_rewards.py:mine`, programs, addresses, reward models.")
+        .required(&[RewardsTry])
+        .positional(),
     row("reward_weights", Floats, at!(rewards.options.weights), REWARDED)
         .help(
             "One weight per reward, in the order of `--reward_funcs`; 1 each by default. A preset's weights \

@@ -24,7 +24,7 @@ pub const FLAGS: &[Flag] = &[
         "num_generations",
         int(1, 4096),
         at!(algorithm.num_generations),
-        &[Train, Generate, Eval, Demo, Bench],
+        &[Train, Generate, Eval, Demo, Bench, RewardsTry],
     )
     .help(
         "Completions sampled per prompt (G). Training compares them with each other; a single one has no \

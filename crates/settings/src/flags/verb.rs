@@ -153,6 +153,16 @@ verbs! {
         example: "omnigrpo rewards run --input runs/first/rollouts --reward_funcs accuracy --output scored.jsonl
   omnigrpo rewards run --input completions.jsonl --keep best --output sft_rows.jsonl",
     }
+    /// Trial of reward functions on a few rows.
+    RewardsTry {
+        words: &["rewards", "try"],
+        about: "Show what reward functions give a few completions, before any run",
+        first: "reward train_file model_name_or_path input image_folders num_rows num_generations temperature \
+            max_completion_length solution_column",
+        example: "omnigrpo rewards try my_rewards.py:exact --train_file rows.jsonl
+  omnigrpo rewards try my_rewards.py:exact --train_file rows.jsonl --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct
+  omnigrpo rewards try my_rewards.py:exact --input runs/first",
+    }
     /// Conversion of a model file of another program to a checkpoint.
     Convert {
         words: &["convert"],
@@ -202,6 +212,14 @@ verbs! {
         about: "Show runs as a page on this machine: curves, completions, evaluations, live while they train",
         first: "",
         example: "omnigrpo watch runs/first",
+    }
+    /// Verdict on a run.
+    Diagnose {
+        words: &["diagnose"],
+        about: "Say whether a run has learned and, if not, why, and what to try next",
+        first: "",
+        example: "omnigrpo diagnose runs/first
+  omnigrpo diagnose runs/first --json",
     }
     /// Report of a run as one file.
     Report {

@@ -151,7 +151,14 @@ impl Loop {
         console.record_to(&dir.join(names::EVENTS), step)?;
         let event = match start {
             Start::From(resumed) => {
-                own.each_step(|step, metrics| drop(self.records.health.add(step, metrics)))?;
+                let health = &mut self.records.health;
+                own.each_step(|step, metrics, of_evaluation| {
+                    drop(if of_evaluation {
+                        health.evaluated(step, metrics)
+                    } else {
+                        health.add(step, metrics)
+                    });
+                })?;
                 let continued = own.continued(step)?;
                 self.place.evaluated_at = continued.evaluated.then_some(step);
                 let logged = continued.last_step.unwrap_or(0);
@@ -242,5 +249,6 @@ fn aims(rewards: Option<&RewardSet>, algorithm: &Algorithm) -> Aims {
         range: rewards.map(RewardSet::range),
         rewards: rewards.map(each).unwrap_or_default(),
         corrected: algorithm.loss.correction.kind != CorrectionKind::Off,
+        taught: algorithm.loss.distillation != 0.0,
     }
 }

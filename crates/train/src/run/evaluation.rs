@@ -5,6 +5,8 @@ use std::time::Instant;
 use omnigrpo_guard::{Fault, told};
 
 use super::{Loop, is_due};
+use omnigrpo_observe::Event;
+
 use crate::error::{BEST_METRIC, Result, TrainError};
 use crate::evaluate::{Evaluation, evaluate_split};
 use crate::plan::{EvalWhen, RunSummary, SaveWhen};
@@ -19,7 +21,12 @@ impl Loop {
         let is_recorded = self.place.evaluated_at == Some(step);
         let concluded = |evaluation: &Evaluation| {
             observer.evaluation(step, evaluation);
-            if is_recorded { Ok(()) } else { records.evaluation(step, epoch, evaluation) }
+            if !is_recorded {
+                for problem in records.evaluation(step, epoch, evaluation)? {
+                    observer.event(step, &Event::Problem(problem));
+                }
+            }
+            Ok(())
         };
         let mut progressed = |done| progress.advance(done);
         let evaluation = self

@@ -53,25 +53,34 @@ fn rewards_that_say_nothing_are_told_apart() {
     let place = Place::new();
     let constant = |value: f64| scored("same", UNIT, move |_| value);
     let by_row = || scored("by row", UNIT, |row| f64::from(row.prompt.len() % 2 == 0));
-    for (name, reward, rule) in [
-        ("solved", constant(1.0), "solved"),
-        ("hopeless", constant(0.0), "hopeless"),
-        ("middling", constant(0.5), "no_variance"),
-        ("by row", by_row(), "no_variance"),
+    // One completion earns something, so the reward is not dead.
+    let once = || {
+        let given = std::sync::atomic::AtomicBool::new(false);
+        scored("once", UNIT, move |_| f64::from(!given.swap(true, std::sync::atomic::Ordering::Relaxed)))
+    };
+    for (name, reward, step, rule) in [
+        ("solved", constant(1.0), 10, "solved"),
+        ("hopeless", once(), 11, "hopeless"),
+        ("dead", constant(0.0), DEAD_AT, "dead_reward"),
+        ("middling", constant(0.5), DEAD_AT, "dead_reward"),
+        ("by row", by_row(), 10, "no_variance"),
     ] {
         run(setup(&place, name, vec![reward], 12)).unwrap();
-        assert_eq!(warnings(&place, name), [begins(10, rule)], "{name}");
+        let told: Vec<_> = warnings(&place, name).into_iter().filter(|own| own.1 == rule).collect();
+        assert_eq!(told, [begins(step, rule)], "{name}");
     }
-    let text = problems(&place, "hopeless")[0]["text"].as_str().unwrap().to_owned();
-    assert!(
-        text.starts_with("no completion earns any reward (steps 1 to 10): the mean reward is 0.000"),
-        "{text}"
-    );
+    let text = problems(&place, "dead")[0]["text"].as_str().unwrap().to_owned();
+    assert!(text.starts_with("every completion has the same reward"), "{text}");
+    assert!(text.contains("`same` gave 0 to all 16 completions"), "{text}");
     assert!(
         text.contains("TrainSetup::rewards") && text.ends_with("No checkpoint precedes the problem"),
         "{text}"
     );
+    assert!(problems(&place, "solved")[0]["good"].as_bool().unwrap(), "it is no problem");
 }
+
+/// Step at which these runs have 16 completions.
+const DEAD_AT: u64 = 2;
 
 #[test]
 fn a_reward_that_never_fires_is_named() {

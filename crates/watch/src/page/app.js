@@ -2,6 +2,7 @@
 
 import { again, apiJson, duration, each, el, failure, isFile, number, place, quoted, remember, settled, visible } from './shared.js';
 import * as charts from './charts.js';
+import { card } from './verdict.js';
 import * as distributions from './distributions.js';
 import * as rollouts from './rollouts.js';
 import * as rows from './rows.js';
@@ -19,6 +20,7 @@ const BUCKETS = [[24, 75], [8, 150]];
 const RUNS_AT_ONCE = 3;
 const main = document.getElementById('main');
 const notices = document.getElementById('notices');
+const verdicts = document.getElementById('verdicts');
 const state = { runs: [], view: null, ended: null };
 
 class Run {
@@ -57,6 +59,11 @@ class Run {
     this.metrics = metrics;
     if (!this.shown) return false;
     let news = false;
+    // The verdict of a live run is asked for with its new rows, not more often than a long run's curves.
+    const judged = `${metrics.id} ${metrics.bytes} ${metrics.events}`;
+    if (judged !== this.judged && (metrics.done || metrics.events !== this.known || !(Date.now() - this.judgedAt < LONG_EVERY_MS))) {
+      Object.assign(this, { verdict: await apiJson('verdict', { run: this.at }), judged, judgedAt: Date.now() });
+    }
     if (metrics.events !== this.known) {
       this.events = await apiJson('marks', { run: this.at });
       this.known = metrics.events;
@@ -90,7 +97,7 @@ class Run {
 /// Returns the training problems among events, each with the step at which it ended.
 function paired(events) {
   const found = [];
-  for (const { step, problem } of events.filter((own) => own.problem)) {
+  for (const { step, problem } of events.filter((own) => own.problem && !own.problem.good)) {
     if (problem.begins) found.push({ ...problem, step, until: null });
     else { const own = found.findLast((other) => other.rule === problem.rule); if (own) own.until = step; }
   }
@@ -183,6 +190,7 @@ function notify() {
       over.length ? el('details', {}, el('summary', {}, `${over.length} earlier ${over.length > 1 ? 'problems' : 'problem'}`), over.map((own) => el('p', {}, several ? `${run.name}: ` : '', visible(own.text), ` Ended at step ${own.until}.`))) : ''));
   }
   notices.replaceChildren(...parts);
+  verdicts.replaceChildren(...shownRuns().filter((run) => run.verdict).map((run) => card(run, several)));
 }
 
 const shownRuns = () => state.runs.filter((run) => run.shown);

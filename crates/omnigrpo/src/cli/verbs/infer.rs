@@ -255,7 +255,7 @@ fn generate_rows(resolved: &Resolved, context: &Context) -> Result<()> {
 }
 
 /// Returns the sampling options of these commands.
-fn sampled(settings: &Settings) -> EvalOptions {
+pub fn sampled(settings: &Settings) -> EvalOptions {
     EvalOptions {
         num_generations: settings.algorithm.num_generations,
         sampling: settings.algorithm.sampling.clone(),
@@ -382,6 +382,7 @@ pub fn evaluation(resolved: &Resolved, context: &Context) -> Result<Evaluation> 
         rows.iter().copied(),
         &prompts,
         sampled(settings).num_generations,
+        &context.console,
     )?;
     let plan = EvalPlan {
         prompts: Arc::new(prompts),

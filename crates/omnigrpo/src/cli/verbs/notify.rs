@@ -32,7 +32,7 @@ fn reason(event: &Event) -> Option<&'static str> {
         Event::Finished => Some("done"),
         Event::Stopped { .. } => Some("stopped"),
         Event::Collapsed { .. } | Event::Failed { .. } => Some("failed"),
-        Event::Problem(TrainingProblem { begins: true, .. }) => Some("problem"),
+        Event::Problem(TrainingProblem { begins: true, good: false, .. }) => Some("problem"),
         _ => None,
     }
 }
@@ -327,7 +327,7 @@ mod tests {
         let mut sender = notifier(&[&address], &out);
         let problem = |begins| {
             let (rule, text) = ("cut_off".into(), "all are cut off".into());
-            Event::Problem(TrainingProblem { rule, begins, since: 3, text })
+            Event::Problem(TrainingProblem { rule, begins, since: 3, text, ..TrainingProblem::default() })
         };
         sender.event(7, &problem(true));
         let (head, body) = received.recv().unwrap();
@@ -378,7 +378,10 @@ mod tests {
         let mut sender = notifier(&[&format!("cmd:tee -a '{}'", to.display())], &out);
         for step in 0..30 {
             let (rule, text) = ("cut_off".into(), "x".repeat(9000));
-            sender.event(step, &Event::Problem(TrainingProblem { rule, begins: true, since: 0, text }));
+            sender.event(
+                step,
+                &Event::Problem(TrainingProblem { rule, begins: true, text, ..TrainingProblem::default() }),
+            );
         }
         sender.end(&Event::Finished, None);
         let text = std::fs::read_to_string(&to).unwrap();

@@ -1,15 +1,17 @@
-//! `rewards list` and `rewards run`.
+//! `rewards list`, `rewards run` and `rewards try`.
+
+use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, Sample};
 use omnigrpo_guard::told;
-use omnigrpo_observe::{stdout_columns, wrap};
+use omnigrpo_observe::{escape_line, fit, stdout_columns, wrap};
 use omnigrpo_rewards::{EvalRow, Measures, RewardError, RewardSet, answer_reward, summarize};
-use omnigrpo_rollout::Completion;
+use omnigrpo_rollout::{Completion, FinishReason};
 use omnigrpo_train::TrainError;
 use serde_json::json;
 
-use super::infer::with_columns;
+use super::infer::{sampled, with_columns};
 use super::{Context, print, setup};
 use crate::settings::problem::Problem;
 use crate::settings::{Keep, Settings};
@@ -197,7 +199,7 @@ fn probe(rewards: &RewardSet, dataset: &Dataset) -> Result<()> {
     let Some((sample, completions)) = (0..dataset.len()).find_map(|row| read_row(dataset, row).ok()) else {
         return Ok(());
     };
-    omnigrpo_train::probe(rewards, &sample, &completions).map_err(|error| {
+    omnigrpo_train::probe(rewards, &sample, &completions).map(drop).map_err(|error| {
         let help = "the reward had to score the completions of one row before the others; nothing is written";
         Problem::of(&error).at("--reward_funcs").help(help).into()
     })
@@ -265,4 +267,167 @@ fn refusal(error: &anyhow::Error) -> Option<String> {
         }
         _ => None,
     }
+}
+
+/// Names of the completions that are made up, in their order.
+const MADE_UP: [&str; 4] =
+    ["the solution in tags", "the solution alone", "an empty text", "the solution of another row"];
+
+/// A row that is tried, and its completions with a name each, where they have one.
+struct Tried {
+    sample: Sample,
+    completions: Vec<(Option<&'static str>, Completion)>,
+}
+
+/// Shows what rewards give to a few completions: those of a model, recorded ones, or made-up ones.
+pub fn try_out(settings: &Settings, context: &Context) -> Result<()> {
+    let has_rows = !settings.data.train_file.is_empty() || !settings.data.dataset_use.is_empty();
+    let dataset = match &settings.io.input {
+        Some(input) => setup::input_rows(settings, input, true)?,
+        None if has_rows => setup::train_data(settings)?,
+        None => {
+            return Err(Problem::usage("there are no rows to try the rewards on")
+                .expected("`--train_file rows.jsonl`, or `--input` with rows that have completions, such as a run directory")
+                .into());
+        }
+    };
+    let prompts = match settings.model.name {
+        Some(_) => Some(context.prompts(settings, context.checkpoint()?, false)?),
+        None => None,
+    };
+    let corpus = setup::corpus(settings, &dataset, 0..dataset.len());
+    let rewards = context.rewards(settings, corpus.as_ref(), prompts.as_ref())?;
+    let first = settings.io.row.min(dataset.len());
+    let rows: Vec<u64> = (first..dataset.len()).take(settings.io.num_rows as usize).collect();
+    let tried = match (&settings.io.input, prompts) {
+        (Some(_), _) => recorded(settings, &dataset, &rows)?,
+        (None, Some(prompts)) => of_model(settings, context, &dataset, &rows, &prompts)?,
+        (None, None) => rows.iter().map(|&row| made_up(&dataset, row)).collect::<Result<Vec<_>>>()?,
+    };
+    let (mut out, mut all) = (String::new(), Vec::new());
+    for Tried { sample, completions } in &tried {
+        let texts: Vec<Completion> = completions.iter().map(|(_, completion)| completion.clone()).collect();
+        let scores = omnigrpo_train::score(&rewards, &[(sample, &texts)], settings.algorithm.seed, 0);
+        let scores = scores.map_err(|error| Problem::of(&error).at(format!("row {}", sample.id)))?;
+        let question = sample.question();
+        let solution = sample.solution.as_deref().unwrap_or("none");
+        out.push_str(&format!("row {}: {}\n  solution: {}\n", sample.id, line(&question), line(solution)));
+        for (at, (name, completion)) in completions.iter().enumerate() {
+            let values = scores.names.iter().zip(&scores.values);
+            let values: Vec<String> =
+                values.map(|(name, own)| format!("{name} {}", number(own[at]))).collect();
+            let total = if scores.names.len() > 1 {
+                format!(", total {}", number(scores.total[at]))
+            } else {
+                String::new()
+            };
+            let name = name.map(|name| format!("{name}: ")).unwrap_or_default();
+            out.push_str(&format!("  {}{total}  {name}{}\n", values.join(", "), line(&completion.text)));
+        }
+        out.push('\n');
+        all.push(scores);
+    }
+    out.push_str(&summed(&all, &rewards));
+    print(&out)
+}
+
+/// Summarises each reward: its least and greatest value, and what follows from a single one.
+fn summed(all: &[omnigrpo_rewards::RewardMatrix], rewards: &RewardSet) -> String {
+    let mut out = String::new();
+    for (at, name) in rewards.names().into_iter().enumerate() {
+        let given: Vec<f64> =
+            all.iter().flat_map(|scores| scores.values[at].iter().copied().flatten()).collect();
+        let least = given.iter().copied().fold(f64::INFINITY, f64::min);
+        let most = given.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let varied = all.iter().filter(|scores| {
+            let mut own = scores.values[at].iter().flatten();
+            let first = own.next();
+            own.any(|value| Some(value) != first)
+        });
+        let (count, varied) = (given.len(), varied.count());
+        out.push_str(&match () {
+            () if given.is_empty() => format!("{name}: no number for any completion; it applies to none of these rows\n"),
+            () if least == most => format!(
+                "{name}: {least} for all {count} completions. Training learns nothing from equal rewards: compare the texts with the \
+                 solutions above\n"
+            ),
+            () => format!("{name}: from {least} to {most} over {count} completions; {varied} of {} rows vary\n", all.len()),
+        });
+    }
+    out
+}
+
+fn number(value: Option<f64>) -> String {
+    value.map_or("-".to_owned(), |value| format!("{}", (value * 1e4).round() / 1e4))
+}
+
+/// Shortens a text to a line.
+fn line(text: &str) -> String {
+    const COLUMNS: usize = 120;
+    fit(&escape_line(text), COLUMNS).into_owned()
+}
+
+/// Returns the recorded completions of rows, as many as a run samples for a prompt.
+fn recorded(settings: &Settings, dataset: &Dataset, rows: &[u64]) -> Result<Vec<Tried>> {
+    let read = |&row: &u64| {
+        let (sample, completions) = read_row(dataset, row)?;
+        let most = settings.algorithm.num_generations;
+        Ok(Tried { sample, completions: completions.into_iter().take(most).map(|own| (None, own)).collect() })
+    };
+    rows.iter().map(read).collect()
+}
+
+/// Samples completions of rows from the model.
+fn of_model(
+    settings: &Settings,
+    context: &Context,
+    dataset: &Arc<Dataset>,
+    rows: &[u64],
+    prompts: &omnigrpo_models::PromptBuilder,
+) -> Result<Vec<Tried>> {
+    let model = setup::model(settings, context.checkpoint()?, context.device()?)?;
+    let mut tried = Vec::new();
+    let mut unusable = None;
+    omnigrpo_train::generate(
+        &model,
+        prompts,
+        (dataset, rows),
+        (&sampled(settings), context.interaction(settings)?.as_ref()),
+        &mut |_| (),
+        &mut |done| {
+            unusable = unusable.take().or(done.unusable.first().map(|(_, own)| own.reason.clone()));
+            tried.extend(done.rows.iter().zip(done.completions).map(|(row, completions)| Tried {
+                sample: row.sample.clone(),
+                completions: completions.iter().map(|own| (None, own.clone())).collect(),
+            }));
+            Ok(())
+        },
+    )?;
+    match unusable {
+        Some(reason) => Err(Problem::failure("a row cannot be used").got(reason).into()),
+        None => Ok(tried),
+    }
+}
+
+/// Makes up completions of a row: its solution in two forms, an empty text, and the solution of the next row with another one.
+fn made_up(dataset: &Dataset, row: u64) -> Result<Tried> {
+    let sample = dataset.get(row)?;
+    let answer = |solution: &str| {
+        let inside = solution.split_once("<answer>").and_then(|(_, rest)| rest.split_once("</answer>"));
+        inside.map_or(solution, |(inside, _)| inside).trim().to_owned()
+    };
+    let solution = sample
+        .solution
+        .as_deref()
+        .map(answer)
+        .context("the row has no solution; name its column with `--solution_column`")?;
+    let others =
+        (1..dataset.len().min(1000)).filter_map(|by| dataset.get((row + by) % dataset.len()).ok()?.solution);
+    let wrong = others.map(|other| answer(&other)).find(|other| *other != solution);
+    let texts = [format!("<think></think><answer>{solution}</answer>"), solution, String::new()];
+    let texts =
+        texts.into_iter().chain(wrong.map(|wrong| format!("<think></think><answer>{wrong}</answer>")));
+    let made = |text: String| Completion::recorded(Vec::new(), FinishReason::Stop, text);
+    let completions = MADE_UP.into_iter().map(Some).zip(texts.map(made)).collect();
+    Ok(Tried { sample, completions })
 }

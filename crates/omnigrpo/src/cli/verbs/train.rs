@@ -199,10 +199,11 @@ fn host() -> String {
     if failed { "this host".to_owned() } else { String::from_utf8_lossy(&name[..end]).into_owned() }
 }
 
-/// Prints the report, on the first rank. A stopped run is an error with its own exit code.
+/// Prints the report and the verdict, on the first rank. A stopped run is an error with its own exit code.
 pub fn finish(summary: &RunSummary, resolved: &Resolved, first: bool) -> Result<()> {
     if first {
         print(&format!("{}", summary.report))?;
+        print(&verdict(Path::new(&summary.report.run_dir)))?;
     }
     if !summary.interrupted {
         return Ok(());
@@ -234,6 +235,13 @@ pub fn finish(summary: &RunSummary, resolved: &Resolved, first: bool) -> Result<
         None => Problem::stopped("the run was stopped before its end").help(again),
     }
     .into())
+}
+
+/// Returns the verdict on a run that has ended; nothing if its files cannot be read, or if it has no rewards.
+fn verdict(directory: &Path) -> String {
+    let verdict = omnigrpo_watch::verdict(directory).ok();
+    let verdict = verdict.filter(|own| own.kind != omnigrpo_watch::Kind::TooEarly);
+    verdict.map(|verdict| format!("\n{verdict}")).unwrap_or_default()
 }
 
 /// Builds everything from the settings and trains. Console output, including errors, also goes to the run's log.

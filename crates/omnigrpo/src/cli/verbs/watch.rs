@@ -14,7 +14,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
 use signal_hook::low_level::emulate_default_handler;
 
-use super::{Context, print};
+use super::{Context, print, print_data};
 use crate::settings::Settings;
 use crate::settings::names;
 use crate::settings::problem::Problem;
@@ -83,6 +83,34 @@ pub fn report(settings: &Settings, context: &Context) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Prints or writes the verdict on runs. Several runs give a list in JSON.
+pub fn diagnose(settings: &Settings) -> Result<()> {
+    let directories: Vec<PathBuf> = settings.io.run_dirs.iter().map(PathBuf::from).collect();
+    let verdicts = omnigrpo_watch::verdicts(&directories).map_err(problem)?;
+    let Some(path) = &settings.io.json else {
+        let several = verdicts.len() > 1;
+        let told =
+            verdicts.iter().map(
+                |(name, verdict)| {
+                    if several { format!("{name}\n{verdict}\n") } else { verdict.to_string() }
+                },
+            );
+        return print(&told.collect::<String>());
+    };
+    let told = match verdicts.as_slice() {
+        [(_, one)] => serde_json::to_string_pretty(one)?,
+        several => {
+            let named =
+                several.iter().map(|(name, verdict)| serde_json::json!({ "run": name, "verdict": verdict }));
+            serde_json::to_string_pretty(&named.collect::<Vec<_>>())?
+        }
+    };
+    match path == Path::new("-") {
+        true => print_data(&format!("{told}\n")),
+        false => super::infer::write_lines(path, [told]),
+    }
 }
 
 /// Starts the trackers of a run. Leaves out a tracker that cannot start, with a warning.
