@@ -24,7 +24,7 @@ pub struct Rule {
     pub title: &'static str,
     /// Condition of the rule in one line, for the reference documentation.
     pub doc: &'static str,
-    /// The same condition as a formula, with the symbols of the reference documentation.
+    /// Condition as a formula, with the symbols of the reference documentation.
     pub formula: &'static str,
     /// Number of steps that the rule reads. The problem ends after the same number of steps without it.
     pub window: usize,
@@ -250,8 +250,8 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "hacked",
         title: "the reward rises without the aim",
-        doc: "the mean reward rises while the held-out result falls below its best by more than chance; or it rises, reward and length \
-              of the completions of a prompt move together, the completions become half as long again, and no held-out accuracy rises",
+        doc: "the mean reward rises while the held-out result falls below its best by more than chance. Or it rises and no held-out accuracy does, \
+              reward and length move together within the prompts, and the completions become half as long again",
         formula: "rises(r) ∧ (best(e) − e > 2.58·SE ∨ mean(corr) ≥ 0.9 ∧ mean(len) ≥ 1.5·len₀ ∧ ¬rises(e))",
         window: 20,
         setting: REWARDS,
@@ -269,8 +269,8 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "format_only",
         title: "only one of the rewards is learned",
-        doc: "one reward has risen to at least 90 % of its range, and another one, below 80 % of its range, has not risen since the \
-              start and would be seen to rise by a tenth of its range",
+        doc: "one reward has risen to 90 % of its range or more. Another one, below 80 % of its range, has not risen since the start, and a rise by a \
+              tenth of its range would be seen",
         formula: "level(rᵢ) ≥ 0.9 ∧ rises(rᵢ) ∧ level(rⱼ) < 0.8 ∧ flat(rⱼ)",
         window: 40,
         setting: REWARDS,
@@ -1192,7 +1192,7 @@ mod tests {
         assert_eq!(series(&mut without_range(), steps_of(|_| 0.9, &[("kl", 1e-5)])), []);
         let noisy = steps_of(|step| 0.4 + 0.8 * noise(step), &[("kl", 1e-5)]);
         assert_eq!(series(&mut without_range(), noisy.into_iter().take(60)), []);
-        // What was learned early stays learned.
+        // A reward that rose early and then stays is not flat.
         let early = steps_of(|step| if step < 15 { 0.1 + step as f64 / 30.0 } else { 0.6 }, &[("kl", 1e-5)]);
         assert_eq!(series(&mut without_range(), early), []);
     }

@@ -123,11 +123,11 @@ pub struct Verdict {
     pub num_steps: Option<u64>,
     /// The verdict in one sentence.
     pub sentence: String,
-    /// What to do next, in whole sentences.
+    /// Advice in whole sentences.
     pub next: String,
     /// Command to run next.
     pub command: Option<String>,
-    /// What was measured; `None` without results.
+    /// Kind of the results; `None` without results.
     pub measure: Option<Measure>,
     /// Result before training.
     pub before: Option<Measured>,
