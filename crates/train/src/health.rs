@@ -24,7 +24,7 @@ pub struct Rule {
     pub title: &'static str,
     /// Condition of the rule in one line, for the reference documentation.
     pub doc: &'static str,
-    /// The same condition as a formula, with the symbols of the reference documentation.
+    /// Condition as a formula, with the symbols of the reference documentation.
     pub formula: &'static str,
     /// Number of steps that the rule reads. The problem ends after the same number of steps without it.
     pub window: usize,
@@ -250,8 +250,8 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "hacked",
         title: "the reward rises without the aim",
-        doc: "the mean reward rises while the held-out result falls below its best by more than chance; or it rises, reward and length \
-              of the completions of a prompt move together, the completions become half as long again, and no held-out accuracy rises",
+        doc: "the mean reward rises while the held-out result falls below its best by more than chance. Or it rises and no held-out accuracy does, \
+              reward and length move together within the prompts, and the completions become half as long again",
         formula: "rises(r) ∧ (best(e) − e > 2.58·SE ∨ mean(corr) ≥ 0.9 ∧ mean(len) ≥ 1.5·len₀ ∧ ¬rises(e))",
         window: 20,
         setting: REWARDS,
@@ -269,9 +269,9 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "format_only",
         title: "only one of the rewards is learned",
-        doc: "one reward has risen to at least 90 % of its range, and another one, below 80 % of its range, has not risen since the \
-              start and would be seen to rise by a tenth of its range",
-        formula: "level(rᵢ) ≥ 0.9 ∧ rises(rᵢ) ∧ level(rⱼ) < 0.8 ∧ flat(rⱼ)",
+        doc: "one reward has risen to 90 % of its range or more. Another one, below 80 % of its range, has not risen in 200 steps or more, and \
+              a rise by a tenth of its range would be seen",
+        formula: "level(rᵢ) ≥ 0.9 ∧ rises(rᵢ) ∧ level(rⱼ) < 0.8 ∧ flat(rⱼ) ∧ n ≥ 200",
         window: 40,
         setting: REWARDS,
         advice: || {
@@ -288,9 +288,9 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "flat",
         title: "the model has hardly moved",
-        doc: "the groups vary, the mean reward has not risen since the start and would be seen to rise by a tenth of its range, and KL is \
-              below 0.001 nats or not measured",
-        formula: "mean(z) < 0.9 ∧ level(r) < 0.8 ∧ flat(r) ∧ (median(kl) < 0.001 ∨ kl unknown)",
+        doc: "the groups vary, and the mean reward has not risen since the start. A rise by a tenth of its range would be seen. KL is below \
+              0.001 nats; if it is not measured, after 200 steps or more",
+        formula: "mean(z) < 0.9 ∧ level(r) < 0.8 ∧ flat(r) ∧ (median(kl) < 0.001 ∨ kl unknown ∧ n ≥ 200)",
         window: 40,
         setting: LEARNING_RATE,
         advice: || {
@@ -311,14 +311,16 @@ pub const RULES: &[Rule] = &[
             };
             let rate = seen.steps.last().and_then(|step| step.learning_rate);
             let rate = rate.map(|rate| format!(", the learning rate {rate:.1e}")).unwrap_or_default();
-            flat(seen).map(|told| format!("{told}, {moved}{rate}"))
+            // Without KL, it is unknown whether the policy moves.
+            let fewest = if kl.is_some() { 0 } else { FLAT_FROM };
+            flat(seen, fewest).map(|told| format!("{told}, {moved}{rate}"))
         },
     },
     Rule {
         name: "flat_reward",
         title: "the model moves and the reward does not",
-        doc: "as `flat`, with a KL of at least 0.001 nats",
-        formula: "mean(z) < 0.9 ∧ level(r) < 0.8 ∧ flat(r) ∧ median(kl) ≥ 0.001",
+        doc: "as `flat`, with a KL of at least 0.001 nats, after 200 steps or more",
+        formula: "mean(z) < 0.9 ∧ level(r) < 0.8 ∧ flat(r) ∧ median(kl) ≥ 0.001 ∧ n ≥ 200",
         window: 40,
         setting: REWARDS,
         advice: || {
@@ -332,7 +334,7 @@ pub const RULES: &[Rule] = &[
         explains: false,
         sign: |seen| {
             let kl = seen.median(|step| step.kl).filter(|&kl| kl >= HARDLY_MOVED)?;
-            flat(seen).map(|told| format!("{told}, KL is {kl:.4} nats"))
+            flat(seen, FLAT_FROM).map(|told| format!("{told}, KL is {kl:.4} nats"))
         },
     },
 ];
@@ -345,6 +347,8 @@ const HARDLY_MOVED: f64 = 0.001;
 const DEAD_FROM: f64 = 16.0;
 /// Number of first and of last steps that are compared.
 const SPAN: usize = 20;
+/// Number of steps after which a reward that does not rise is reported although the policy moves. Slow learning is not seen in fewer.
+const FLAT_FROM: usize = 200;
 /// Share of the range by which a reward would be seen to rise, if it is called flat.
 const SEEN_TO_RISE: f64 = 0.1;
 /// Largest ordinary mean difference of log-probabilities between rollout and training, in nats.
@@ -446,6 +450,9 @@ fn hacked(seen: &Seen<'_>) -> Option<String> {
 }
 
 fn format_only(seen: &Seen<'_>) -> Option<String> {
+    if seen.history.total.sums.len() < FLAT_FROM {
+        return None;
+    }
     let names = seen.aims.rewards.iter().map(|(name, _)| name);
     let all: Vec<(&String, &Series, (f64, f64))> = names
         .zip(&seen.history.rewards)
@@ -470,11 +477,14 @@ fn format_only(seen: &Seen<'_>) -> Option<String> {
 /// Number of first steps that tell where a reward began that is then learned.
 const LEARNED_FROM: usize = 5;
 
-/// Describes a mean reward that has not risen since the start although groups vary.
-fn flat(seen: &Seen<'_>) -> Option<String> {
+/// Describes a mean reward that has not risen since the start although groups vary, after `fewest` steps or more.
+fn flat(seen: &Seen<'_>, fewest: usize) -> Option<String> {
     let width = seen.range()?.1 - seen.range()?.0;
     let alike = seen.mean(|step| step.without_variance)?;
     let (start, now) = seen.history.total.flat(width).filter(|_| alike < 0.9)?;
+    if seen.history.total.sums.len() < fewest {
+        return None;
+    }
     (seen.level(now)? < 0.8).then(|| {
         let varied = 100.0 * (1.0 - alike);
         format!("the mean reward stays where it is, from {start:.3} to {now:.3}, although {varied:.0} % of the groups vary")
@@ -1190,22 +1200,22 @@ mod tests {
         assert_eq!(told, [begin(13, "no_variance"), begin(15, "hopeless")]);
     }
 
-    fn steps_of(mean: impl Fn(u64) -> f64, more: &[(&str, f64)]) -> Vec<Vec<Metric>> {
+    fn steps_of(steps: u64, mean: impl Fn(u64) -> f64, more: &[(&str, f64)]) -> Vec<Vec<Metric>> {
         let more = |_: u64| -> Vec<(&str, f64)> {
             [("frac_reward_zero_std", 0.4)].iter().chain(more).copied().collect()
         };
-        (1..=100).map(|step| own(mean(step) + 0.1 * noise(step), (0.0, 1.0), &more(step))).collect()
+        (1..=steps).map(|step| own(mean(step) + 0.1 * noise(step), (0.0, 1.0), &more(step))).collect()
     }
 
     #[test]
     fn a_flat_reward_is_told_with_its_cause() {
-        let stays = |kl: f64| steps_of(|_| 0.2, &[("kl", kl), ("learning_rate", 1e-6)]);
+        let stays = |kl: f64| steps_of(240, |_| 0.2, &[("kl", kl), ("learning_rate", 1e-6)]);
         let told = series(&mut without_range(), stays(5.6e-6));
         assert_eq!(told, [begin(40, "flat")]);
-        assert_eq!(series(&mut without_range(), stays(0.05)), [begin(40, "flat_reward")]);
+        assert_eq!(series(&mut without_range(), stays(0.05)), [begin(200, "flat_reward")]);
         assert_eq!(
-            series(&mut without_range(), steps_of(|_| 0.2, &[])),
-            [begin(40, "flat")],
+            series(&mut without_range(), steps_of(240, |_| 0.2, &[])),
+            [begin(200, "flat")],
             "KL is not measured"
         );
         let mut health = without_range();
@@ -1219,20 +1229,21 @@ mod tests {
         }
         // Slow learning, a reward that is high from the start, groups without variance, noise in which a rise would be hidden.
         assert_eq!(
-            series(&mut without_range(), steps_of(|step| 0.2 + 0.002 * step as f64, &[("kl", 1e-5)])),
+            series(&mut without_range(), steps_of(240, |step| 0.2 + 0.002 * step as f64, &[("kl", 1e-5)])),
             []
         );
-        assert_eq!(series(&mut without_range(), steps_of(|_| 0.9, &[("kl", 1e-5)])), []);
-        let noisy = steps_of(|step| 0.4 + 0.8 * noise(step), &[("kl", 1e-5)]);
+        assert_eq!(series(&mut without_range(), steps_of(240, |_| 0.9, &[("kl", 1e-5)])), []);
+        let noisy = steps_of(240, |step| 0.4 + 0.8 * noise(step), &[("kl", 1e-5)]);
         assert_eq!(series(&mut without_range(), noisy.into_iter().take(60)), []);
-        // What was learned early stays learned.
-        let early = steps_of(|step| if step < 15 { 0.1 + step as f64 / 30.0 } else { 0.6 }, &[("kl", 1e-5)]);
+        // A reward that rose early and then stays is not flat.
+        let early =
+            steps_of(240, |step| if step < 15 { 0.1 + step as f64 / 30.0 } else { 0.6 }, &[("kl", 1e-5)]);
         assert_eq!(series(&mut without_range(), early), []);
     }
 
     #[test]
     fn a_reward_that_rises_without_the_aim_is_hacked() {
-        let rising = |more: &[(&str, f64)]| steps_of(|step| 0.2 + 0.006 * step as f64, more);
+        let rising = |more: &[(&str, f64)]| steps_of(100, |step| 0.2 + 0.006 * step as f64, more);
         let held = |accuracy: f64| -> Vec<Metric> {
             vec![
                 ("eval_accuracy".into(), Some(accuracy)),
@@ -1288,7 +1299,7 @@ mod tests {
             Aims { range: Some((0.0, 2.0)), rewards, ..Aims::default() }
         };
         let run = |accuracy: fn(u64) -> f64, format: fn(u64) -> f64| {
-            let steps = (1..=100).map(|step: u64| {
+            let steps = (1..=240).map(|step: u64| {
                 let (accuracy, format) = (accuracy(step) + 0.1 * noise(step), format(step));
                 let all = [
                     ("reward", accuracy + format),

@@ -123,11 +123,11 @@ pub struct Verdict {
     pub num_steps: Option<u64>,
     /// The verdict in one sentence.
     pub sentence: String,
-    /// What to do next, in whole sentences.
+    /// Advice in whole sentences.
     pub next: String,
     /// Command to run next.
     pub command: Option<String>,
-    /// What was measured; `None` without results.
+    /// Kind of the results; `None` without results.
     pub measure: Option<Measure>,
     /// Result before training.
     pub before: Option<Measured>,
@@ -487,22 +487,23 @@ fn is_grave(rule: &str, change: Option<Change>) -> bool {
     always.contains(&rule) || change != Some(Change::Better)
 }
 
-/// Returns the first step from which the rewards do not rise any more: the first window of a fifth of the steps whose mean is that of
-/// the last window, within two standard errors. `None` if there are few steps, or if the reward never rose or rises to the end.
+/// Returns the first step from which the rewards do not rise any more: it begins the first window of a fifth of the steps whose mean has
+/// nine tenths of the rise from the first window to the last. `None` if there are few steps, or if the reward never rose by more than two
+/// standard errors, or rises to the end.
 fn nothing_new_from(rewards: &[(u64, f64)]) -> Option<u64> {
     let span = (rewards.len() / 5).max(FEWEST_STEPS);
     if rewards.len() < 3 * span {
         return None;
     }
     let level = |from: usize| mean_and_error(rewards[from..from + span].iter().map(|own| own.1));
-    let (last, error) = level(rewards.len() - span);
-    let reaches = |from: &usize| {
-        let (mean, own) = level(*from);
-        mean >= last - 2.0 * (own * own + error * error).sqrt()
-    };
-    let from = (0..=rewards.len() - span).find(reaches)?;
+    let (first, first_error) = level(0);
+    let (last, last_error) = level(rewards.len() - span);
+    if last - first <= 2.0 * (first_error * first_error + last_error * last_error).sqrt() {
+        return None;
+    }
+    let from = (0..=rewards.len() - span).find(|&from| level(from).0 >= first + 0.9 * (last - first))?;
     // A later rise would be hidden in so few steps.
-    (from > 0 && from + 3 * span / 2 <= rewards.len()).then(|| rewards[from].0)
+    (from + 3 * span / 2 <= rewards.len()).then(|| rewards[from].0)
 }
 
 /// Returns the mean of numbers and its standard error.

@@ -68,9 +68,23 @@ pub const FLAGS: &[Flag] = &[
         )
         .alias(&["rewards"])
         .idle(unscored),
-    row("reward", Specs, at!(rewards.funcs), &[RewardsTry])
+    row(
+        "reward",
+        Specs,
+        Place {
+            field: "rewards.funcs",
+            set: |s, v| {
+                s.rewards.funcs = take(v)?;
+                Ok(())
+            },
+            // The rewards of other commands have a default, and these have none.
+            get: |_| None,
+        },
+        &[RewardsTry],
+    )
         .help("Rewards to try, as in `--reward_funcs`: names, `my_rewards.py:mine`, programs, addresses, reward models.")
-        .required(&[RewardsTry])
+        .unset("")
+    .required(&[RewardsTry])
         .positional(),
     row("reward_weights", Floats, at!(rewards.options.weights), REWARDED)
         .help(

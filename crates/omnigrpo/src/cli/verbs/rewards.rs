@@ -311,7 +311,12 @@ pub fn try_out(settings: &Settings, context: &Context) -> Result<()> {
         let scores = scores.map_err(|error| Problem::of(&error).at(format!("row {}", sample.id)))?;
         let question = sample.question();
         let solution = sample.solution.as_deref().unwrap_or("none");
-        out.push_str(&format!("row {}: {}\n  solution: {}\n", sample.id, line(&question), line(solution)));
+        out.push_str(&format!(
+            "row {}: {}\n  solution: {}\n",
+            sample.id,
+            line(question.trim()),
+            line(solution)
+        ));
         for (at, (name, completion)) in completions.iter().enumerate() {
             let values = scores.names.iter().zip(&scores.values);
             let values: Vec<String> =
