@@ -414,12 +414,28 @@ def write_rules():
     write_json(ROOT / "rules.json", dict(tiles=tiles, frames=frames))
 
 
+def write_replay():
+    """Three steps of GRPO by transformers' model and torch's optimizer."""
+    name, prepared = "smolvlm", []
+    for row in ROWS:
+        media = ["shapes.png"] if "image" in row["media"] else [FRAMES] if "video" in row["media"] else []
+        rewards = torch.tensor(row["rewards"], dtype=torch.float64)
+        prepared.append(dict(
+            row=row["id"], prompt=encode(name, render(name, row["question"], media)),
+            pixels=[pictures_of(name, m)[0] for m in media], completions=[encode(name, c) for c in row["completions"]],
+            advantages=((rewards - rewards.mean()) / (rewards.std() + 1e-4)).tolist(),
+        ))
+    logp = lambda model, item, completion, dtype: logp_of(model, item["prompt"], completion, item["pixels"])[1]
+    three_steps(name, new_model(name), prepared, logp, str)
+
+
 def main():
     ROOT.mkdir(parents=True, exist_ok=True)
     write_cases()
     write_checkpoints()
     check_processor()
     write_rules()
+    write_replay()
 
 
 if __name__ == "__main__":
