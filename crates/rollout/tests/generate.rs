@@ -430,8 +430,16 @@ fn in_flight(
 /// times.
 #[test]
 fn replayed_tokens_equal_those_of_single_launches() {
-    let names =
-        ["qwen2_vl_tied", "qwen2_5_vl_untied", "qwen3_vl", "internvl_hf", "humanomni", "aria", "llama"];
+    let names = [
+        "qwen2_vl_tied",
+        "qwen2_5_vl_untied",
+        "qwen3_vl",
+        "internvl_hf",
+        "humanomni",
+        "aria",
+        "smolvlm",
+        "llama",
+    ];
     let groups: [(u32, &[usize]); 3] = [(5, &[3, 9, 7]), (12, &[5, 11]), (2, &[1])];
     for (i, name) in names.into_iter().enumerate() {
         let how = Sampler {
