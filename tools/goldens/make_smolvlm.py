@@ -244,7 +244,7 @@ def write_checkpoints():
         save_tensors(directory / "model.safetensors", tensors, format="pt")
         write_json(directory / "config.json", hub_config(name))
         write_sidecars(directory, name)
-        # What transformers reads from this directory is this model, with the defaults of its classes.
+        # From this directory transformers reads this model, with the defaults of its classes.
         loaded = type(model).from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
         assert all(torch.equal(p, tensors[n]) for n, p in loaded.named_parameters())
         assert loaded.config.text_config.to_dict() == model.config.text_config.to_dict()
@@ -414,6 +414,22 @@ def write_rules():
     write_json(ROOT / "rules.json", dict(tiles=tiles, frames=frames))
 
 
+def write_chats():
+    """Conversations with answers, as ids up to the end of the last answer: the template of the processor."""
+    said = lambda role, text: dict(role=role, content=[dict(type="text", text=text)])
+    chats = [
+        [said("user", "What is 2+3?"), said("assistant", "The answer is 5.")],
+        [said("system", "Be brief."), said("user", "Why?"), said("assistant", "Because."), said("user", "Really?"),
+         said("assistant", "<answer>Yes</answer>")],
+    ]
+    rows = []
+    for messages in chats:
+        text = processor_of("smolvlm").apply_chat_template(messages, tokenize=False)
+        text = text[: text.rindex("<end_of_utterance>")] + "<end_of_utterance>"
+        rows.append(dict(messages=messages, ids=encode("smolvlm", text)))
+    write_json(ROOT / "chats.json", rows)
+
+
 def write_replay():
     """Three steps of GRPO by transformers' model and torch's optimizer."""
     name, prepared = "smolvlm", []
@@ -435,6 +451,7 @@ def main():
     write_checkpoints()
     check_processor()
     write_rules()
+    write_chats()
     write_replay()
 
 

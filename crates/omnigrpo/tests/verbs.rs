@@ -264,7 +264,8 @@ fn every_command_runs_on_qwen3_vl_internvl3_5_and_smolvlm() {
     let place = every_command("smolvlm", &few, "proj", "smolvlm: 2 layers, width 48");
     let model = golden("checkpoints/smolvlm").display().to_string();
     for bits in ["load_in_8bit", "load_in_4bit"] {
-        let line = format!("train --model {model} --train_file rows.jsonl --{bits} --use_peft --lora_r 2 {SMALL}");
+        let line =
+            format!("train --model {model} --train_file rows.jsonl --{bits} --use_peft --lora_r 2 {SMALL}");
         place.run(&format!("{line} --reward_funcs random --output_dir {bits}")).ok();
         assert!(place.exists(&format!("{bits}/adapter_model.safetensors")));
     }

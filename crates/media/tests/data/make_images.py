@@ -51,7 +51,7 @@ for seed, w, h, w2, h2 in [
         row["pixels"] = out.ravel().tolist()
     golden["resize"].append(row)
 
-# The same with LANCZOS: pictures that shrink, grow and do both, in either order of the passes.
+# LANCZOS: pictures that shrink, grow and do both, in either order of the passes.
 golden["resize_lanczos"] = []
 for seed, w, h, w2, h2 in [
     (21, 150, 90, 140, 84), (22, 37, 53, 112, 168), (23, 333, 101, 56, 28), (24, 64, 48, 64, 84), (25, 64, 48, 84, 48),

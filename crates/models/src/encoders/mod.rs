@@ -50,7 +50,7 @@ pub(crate) struct SizeKeys {
 }
 
 impl SizeKeys {
-    /// Those of the tower of Idefics3 and SmolVLM (`Idefics3VisionConfig`), whose patches have 32 px by default.
+    /// Keys of the tower of Idefics3 and SmolVLM (`Idefics3VisionConfig`). The default side of a patch is 32 px.
     pub(crate) const IDEFICS3: Self = Self {
         hidden: ("hidden_size", 1152),
         intermediate: ("intermediate_size", 3072),

@@ -1,6 +1,6 @@
 //! SmolVLM2 and SmolVLM v1, from rows to gradients, against `transformers` 5.23: tiles, frames, prompts, tower and connector.
 
-use omnigrpo_data::{MediumOptions, MediumRef, MediumSource};
+use omnigrpo_data::{Dataset, DatasetSpec, MediumOptions, MediumRef, MediumSource, ReadOptions, Roots};
 use omnigrpo_media::FrameSampling;
 use omnigrpo_media::smolvlm::SmolVlmProcessor;
 use omnigrpo_models::{
@@ -163,6 +163,30 @@ fn parts_are_told_apart() {
             };
             assert_eq!(param.part(), part, "{}", param.name());
         }
+    }
+}
+
+/// Supervised rows give the ids of the template: the blank after `Assistant:` belongs to the answer, as in what the model says.
+#[test]
+fn conversations_to_imitate_equal_transformers() {
+    let want: Value = serde_json::from_slice(&std::fs::read(golden("smolvlm/chats.json")).unwrap()).unwrap();
+    let dir = TempDir::new().unwrap();
+    for chat in want.as_array().unwrap() {
+        let path = dir.path().join("rows.jsonl");
+        let messages: Vec<Value> = chat["messages"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|message| json!({"role": message["role"], "content": message["content"][0]["text"]}))
+            .collect();
+        std::fs::write(&path, json!({"messages": messages}).to_string()).unwrap();
+        let spec = DatasetSpec::file(&path).with_roots(Roots::all(dir.path()));
+        let rows = Dataset::open(&[spec], &ReadOptions::default()).unwrap();
+        let builder = builder(&checkpoint("smolvlm"), MediaSettings::default());
+        let example = builder.build_sft(&rows.get(0).unwrap(), 0).unwrap();
+        let got: Vec<u32> = [example.prompt.ids.clone(), example.target].concat();
+        let ids: Vec<u32> = serde_json::from_value(chat["ids"].clone()).unwrap();
+        assert_eq!(got, ids, "{}", example.prompt.text);
     }
 }
 
