@@ -209,7 +209,7 @@ mod tests {
         }
         // Along a side as long as the table, rounding repeats positions; the tiles of published models have 27 and 32 patches.
         let repeated = |count| (0..count).filter(|&i| bucket(i, count, count) != i).collect::<Vec<_>>();
-        assert_eq!([16, 27, 32].map(repeated), [const { Vec::new() }; 3]);
+        assert!([16, 27, 32].map(repeated).concat().is_empty());
         assert_eq!(repeated(25), [5, 9, 10, 11, 12, 13, 15, 18, 20, 23]);
         // At this index, f32 differs from exact arithmetic.
         assert_ne!(bucket(5, 25, 70), 5 * 70 / 25);
