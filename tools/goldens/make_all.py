@@ -16,6 +16,7 @@ import make_qwen3_vl
 import make_replay
 import make_rope
 import make_scorers
+import make_smolvlm
 import make_text
 
 if __name__ == "__main__":
@@ -29,6 +30,7 @@ if __name__ == "__main__":
     make_decoders.main()
     make_internvl.main()
     make_aria.main()
+    make_smolvlm.main()
     make_qwen3_vl.main()
     make_lora.main()
     make_published.main()

@@ -5,6 +5,7 @@ import shutil
 import make_aria
 import make_internvl
 import make_qwen3_vl
+import make_smolvlm
 import torch
 from fixtures import OUT, extend, family_of, load_model, position_ids, published, save_tensors, sketch
 from make_cases import build_inputs, logits_of, model_inputs
@@ -39,6 +40,13 @@ INTERNVL = {
 # Attention of the decoder, and a layer that the tower's blocks and all mergers have.
 QWEN3_VL = {
     "mergers": ("qwen3_vl", "E", dict(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "linear_fc1"])),
+}
+# The decoder, blocks of the tower and the connector, by the names of all their linear layers.
+SMOLVLM = {
+    "connector": (
+        "smolvlm", "C",
+        dict(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "out_proj", "fc1", "down_proj", "proj"]),
+    ),
 }
 # Attention, the shared experts and the fused ones, whose tensors are no modules.
 ARIA = {
@@ -129,6 +137,17 @@ def run_qwen3_vl(adapter: str):
     write(adapter, name, wrapped, trained, logp, inputs["coefficients"], str)
 
 
+def run_smolvlm(adapter: str):
+    name, case, settings = SMOLVLM[adapter]
+    inputs = load_file(make_smolvlm.ROOT / f"{case}.safetensors")
+    own = load_file(make_smolvlm.ROOT / f"{case}.{name}.safetensors")
+    model = make_smolvlm.new_model(name)
+    wrapped, trained = wrap(model, settings)
+    squares = [make_smolvlm.pictures_of(name, medium)[0] for medium in make_smolvlm.CASES[case][1]]
+    _, logp = make_smolvlm.logp_of(model, own["prompt_ids"].tolist(), own["completion_ids"].tolist(), squares)
+    write(adapter, name, wrapped, trained, logp, inputs["coefficients"], str)
+
+
 def run_aria(adapter: str):
     name, case, settings = ARIA[adapter]
     inputs = load_file(make_aria.ROOT / f"{case}.safetensors")
@@ -159,6 +178,8 @@ def main():
         run(adapter, cases)
     for adapter in INTERNVL:
         run_internvl(adapter)
+    for adapter in SMOLVLM:
+        run_smolvlm(adapter)
     for adapter in ARIA:
         run_aria(adapter)
     for adapter in QWEN3_VL:

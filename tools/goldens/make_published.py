@@ -7,8 +7,8 @@ import torch
 from fixtures import OUT, model_classes, published, write_json
 from make_aria import published_name as aria_name
 from transformers import (
-    AriaForConditionalGeneration, AutoConfig, AutoModelForCausalLM, InternVLForConditionalGeneration, LlamaConfig,
-    Qwen3VLForConditionalGeneration,
+    AriaForConditionalGeneration, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText,
+    InternVLForConditionalGeneration, LlamaConfig, Qwen3VLForConditionalGeneration,
 )
 
 PUBLISHED = OUT / "published"
@@ -315,10 +315,10 @@ def text_configs() -> dict:
     return out
 
 
-def text_tensors(directory) -> dict:
+def text_tensors(directory, of=AutoModelForCausalLM) -> dict:
     config = AutoConfig.from_pretrained(directory)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = of.from_config(config)
     rows, total = {}, 0
     for name, p in model.named_parameters():
         total += p.numel()
@@ -327,6 +327,50 @@ def text_tensors(directory) -> dict:
         tied=config.tie_word_embeddings, parameters=total,
         tensors=[[p, list(s), len(names) if "{i}" in p else 0] for (p, s), names in rows.items()],
     )
+
+
+# size -> text (width, feed-forward, layers, heads, key and value heads), base rotation, tower with 27 layers
+SMOLVLM2 = {
+    "256M": ((576, 1536, 30, 9, 3), 100000, False), "500M": ((960, 2560, 32, 15, 5), 100000, False),
+    "2.2B": ((2048, 8192, 24, 32, 32), 130000, True),
+}
+
+
+def smolvlm_configs() -> dict:
+    """As published: what equals the defaults of the classes is left out, `pad_token_id` is outside the vocabulary. The first
+    generation has the layout of Idefics3."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    out = {}
+    for size, (numbers, theta, large) in (SMOLVLM2 | {"v1_2.2B": (SMOLVLM2["2.2B"][0], 273768, True)}).items():
+        first = size.startswith("v1")
+        text = dict(
+            architectures=["VLlama3ForCausalLM"], head_dim=64, max_position_embeddings=16384 if first else 8192,
+            model_type="llama", rms_norm_eps=1e-5, rope_theta=theta, torch_dtype="bfloat16",
+            vocab_size=49155 if first else 49280, **({} if first else dict(pad_token_id=2)),
+        ) | dict(zip(names, numbers[:3] if large else numbers))
+        vision = dict(image_size=384, intermediate_size=4304, num_hidden_layers=27, patch_size=14) if large else \
+            dict(hidden_size=768, image_size=512, num_attention_heads=12, patch_size=16)
+        own = "idefics3" if first else "smolvlm"
+        out[f"smolvlm_{size}"] = dict(
+            architectures=["Idefics3ForConditionalGeneration" if first else "SmolVLMForConditionalGeneration"],
+            image_token_id=49153 if first else 49190, model_type=own, pad_token_id=2 if first else 128002,
+            scale_factor=3 if large else 4, text_config=text, tie_word_embeddings=False, torch_dtype="bfloat16",
+            use_cache=True, vision_config=vision | dict(model_type=own if first else "smolvlm_vision"),
+        )
+    return out
+
+
+def smolvlm_processor(config) -> dict:
+    """preprocessor_config.json, as published."""
+    side, longest = (384, 1536) if config["scale_factor"] == 3 else (512, 2048)
+    family = "SmolVLM" if config["model_type"] == "smolvlm" else "Idefics3"
+    sampling = dict(video_sampling=dict(fps=1, max_frames=64, video_size=dict(longest_edge=side)))
+    return dict(
+        do_convert_rgb=True, do_image_splitting=True, do_normalize=True, do_pad=True, do_rescale=True, do_resize=True,
+        image_mean=[0.5] * 3, image_processor_type=f"{family}ImageProcessor", image_std=[0.5] * 3,
+        max_image_size=dict(longest_edge=side), processor_class=f"{family}Processor", resample=1,
+        rescale_factor=0.00392156862745098, size=dict(longest_edge=longest),
+    ) | (sampling if family == "SmolVLM" else {})
 
 
 def aria_config() -> dict:
@@ -365,12 +409,16 @@ def aria_tensors(directory) -> dict:
 def main():
     lines = []
     for key, config in (
-        configs() | qwen3_vl_configs() | internvl_configs() | {"aria_25B": aria_config()} | text_configs()
+        configs() | qwen3_vl_configs() | internvl_configs() | {"aria_25B": aria_config()} | smolvlm_configs()
+        | text_configs()
     ).items():
         directory = PUBLISHED / key
         write_json(directory / "config.json", config)
         if config["model_type"] in ("qwen2", "qwen3", "llama"):
             result = text_tensors(directory)
+        elif key.startswith("smolvlm"):
+            write_json(directory / "preprocessor_config.json", smolvlm_processor(config))
+            result = text_tensors(directory, AutoModelForImageTextToText)
         elif key.startswith("aria"):
             result = aria_tensors(directory)
         elif key.startswith("qwen3"):

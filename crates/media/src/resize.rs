@@ -14,10 +14,49 @@ use crate::{MediaError, Rgb8Image};
 
 const FRACTION_BITS: u32 = 22;
 
-/// Half-width of [`bicubic`] in input pixels, if the picture does not shrink.
-const SUPPORT: f64 = 2.0;
+/// Filter of a resize.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Filter {
+    /// Keys' cubic convolution with a = -0.5.
+    Bicubic,
+    /// A sinc, windowed by its main lobe stretched to three input pixels.
+    Lanczos,
+}
 
-/// Computes Keys' cubic convolution kernel with a = -0.5.
+impl Filter {
+    /// Returns the number of the filter in Pillow, which is `resample` in the files of image processors.
+    pub const fn code(self) -> u32 {
+        match self {
+            Self::Lanczos => 1,
+            Self::Bicubic => 3,
+        }
+    }
+
+    /// Returns the half-width in input pixels, if the picture does not shrink.
+    fn support(self) -> f64 {
+        match self {
+            Self::Bicubic => 2.0,
+            Self::Lanczos => 3.0,
+        }
+    }
+
+    fn at(self, x: f64) -> f64 {
+        match self {
+            Self::Bicubic => bicubic(x),
+            Self::Lanczos if (-3.0..3.0).contains(&x) => sinc(x) * sinc(x / 3.0),
+            Self::Lanczos => 0.0,
+        }
+    }
+}
+
+fn sinc(x: f64) -> f64 {
+    if x == 0.0 {
+        return 1.0;
+    }
+    let x = x * std::f64::consts::PI;
+    x.sin() / x
+}
+
 fn bicubic(x: f64) -> f64 {
     const A: f64 = -0.5;
     let x = x.abs();
@@ -40,10 +79,10 @@ struct Taps {
 }
 
 impl Taps {
-    fn new(num_in: usize, num_out: usize) -> Self {
+    fn new(num_in: usize, num_out: usize, filter: Filter) -> Self {
         let scale = num_in as f64 / num_out as f64;
         let filter_scale = scale.max(1.0);
-        let support = SUPPORT * filter_scale;
+        let support = filter.support() * filter_scale;
         let stride = support.ceil() as usize * 2 + 1;
         let inverse = 1.0 / filter_scale;
         let mut spans = Vec::with_capacity(num_out);
@@ -57,7 +96,7 @@ impl Taps {
             let len = last - first;
             let mut sum = 0.0;
             for (i, w) in exact[..len].iter_mut().enumerate() {
-                *w = bicubic(((i + first) as f64 - centre + 0.5) * inverse);
+                *w = filter.at(((i + first) as f64 - centre + 0.5) * inverse);
                 sum += *w;
             }
             for (fixed, w) in fixed.iter_mut().zip(&exact[..len]) {
@@ -146,11 +185,24 @@ fn vertical_first(from: (usize, usize), to: (usize, usize)) -> bool {
     rows > 0 && rows > 2 * columns
 }
 
-/// Resizes to `width_px` x `height_px` with the same result as Pillow's `resize(size, BICUBIC)`.
+/// Resizes with [`Filter::Bicubic`]; see [`resize`].
+///
+/// # Errors
+/// Returns the errors of [`resize`].
+pub fn resize_bicubic(image: &Rgb8Image, width_px: u32, height_px: u32) -> Result<Rgb8Image, MediaError> {
+    resize(image, width_px, height_px, Filter::Bicubic)
+}
+
+/// Resizes to `width_px` x `height_px` with the same result as Pillow's `resize(size, filter)`.
 ///
 /// # Errors
 /// Returns [`MediaError::Shape`] if a side is 0 or the picture's fields do not agree with each other.
-pub fn resize_bicubic(image: &Rgb8Image, width_px: u32, height_px: u32) -> Result<Rgb8Image, MediaError> {
+pub fn resize(
+    image: &Rgb8Image,
+    width_px: u32,
+    height_px: u32,
+    filter: Filter,
+) -> Result<Rgb8Image, MediaError> {
     image.check()?;
     if width_px == 0 || height_px == 0 {
         return Err(MediaError::Shape {
@@ -161,8 +213,8 @@ pub fn resize_bicubic(image: &Rgb8Image, width_px: u32, height_px: u32) -> Resul
     }
     let (w_in, h_in) = (image.width_px as usize, image.height_px as usize);
     let (w_out, h_out) = (width_px as usize, height_px as usize);
-    let columns = (w_in != w_out).then(|| Taps::new(w_in, w_out));
-    let rows = (h_in != h_out).then(|| Taps::new(h_in, h_out));
+    let columns = (w_in != w_out).then(|| Taps::new(w_in, w_out, filter));
+    let rows = (h_in != h_out).then(|| Taps::new(h_in, h_out, filter));
     let pixels = match (columns, rows) {
         (None, None) => image.pixels.clone(),
         (Some(columns), None) => horizontally(&image.pixels, w_in, &columns),

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`FrameSampling::Qwen`] | qwen-vl-utils 0.0.14 `smart_nframes`, `calculate_video_frame_range` |
 //! | [`FrameSampling::Rate`] | `transformers` 5.23 `Qwen3VLVideoProcessor.sample_frames` |
+//! | [`FrameSampling::Inside`] | `transformers` 5.23 `SmolVLMVideoProcessor.sample_frames` |
 //! | [`FrameSampling::BaseInterval`] | qwen-vl-finetune `data_qwen.py` |
 //! | [`FrameSampling::Segments`] | data rows with `meta.frame_cnts`: frames are taken from every segment |
 //! | [`FrameSampling::Midpoints`] | HumanOmni `mm_utils.frame_sample`, mode uniform |
@@ -33,6 +34,17 @@ pub enum FrameSampling {
         /// Minimum number of frames. The value in the source is 4.
         min_frames: usize,
         /// Maximum number of frames. The value in the source is 768.
+        max_frames: usize,
+    },
+    /// Rule of `SmolVLMVideoProcessor`: a rate within bounds on the count. Frames are evenly spaced from the first to the last,
+    /// or if the video is longer than `max_frames · fps` seconds and 2, from second 1 to the last but one. A short video yields
+    /// fewer frames.
+    Inside {
+        /// Frames to take per second. The published value is 1.
+        fps: f64,
+        /// Minimum number of frames. The value in the source is 1.
+        min_frames: usize,
+        /// Maximum number of frames. The published value is 64.
         max_frames: usize,
     },
     /// One frame per `interval_secs`, within bounds on the count, evenly spaced from the first to the last frame. A short video
@@ -115,18 +127,23 @@ impl FrameSampling {
                 }
             }
             Self::Rate { fps: rate, min_frames, max_frames } => {
-                if !(rate.is_finite() && *rate > 0.0 && (1..=*max_frames).contains(min_frames)) {
-                    return Err(MediaError::setting(
-                        "sampling by rate",
-                        format!("{rate} frames per second, {min_frames}..{max_frames} frames"),
-                        "a positive rate and 1 <= min_frames <= max_frames",
-                    ));
-                }
+                check_rate(*rate, *min_frames, *max_frames)?;
                 let n = (num_frames as f64 / fps * rate) as usize;
                 let n = n.clamp(*min_frames, *max_frames).min(num_frames);
                 let step = if n > 1 { (num_frames - 1) as f64 / (n - 1) as f64 } else { 0.0 };
                 let at = |i: usize| (i as f64 * step).round_ties_even() as usize;
                 whole((0..n).map(|i| at(i).min(num_frames - 1)).collect())
+            }
+            Self::Inside { fps: rate, min_frames, max_frames } => {
+                check_rate(*rate, *min_frames, *max_frames)?;
+                let duration = num_frames as f64 / fps;
+                let n = (rate * duration).round_ties_even() as usize;
+                let n = n.clamp(*min_frames, *max_frames).min(num_frames);
+                let long = duration - 2.0 > *max_frames as f64 * rate;
+                let last = num_frames - 1;
+                let ends = (fps as usize, ((num_frames as f64 - fps).max(0.0) as usize).min(last));
+                let (start, end) = if long && ends.0 < ends.1 { ends } else { (0, last) };
+                whole(linspace_cut(start, end, n))
             }
             Self::BaseInterval { interval_secs, min_frames, max_frames } => {
                 if !(*interval_secs > 0.0 && (1..=*max_frames).contains(min_frames)) {
@@ -138,7 +155,8 @@ impl FrameSampling {
                 }
                 let n = (num_frames as f64 / fps / interval_secs).round_ties_even() as usize;
                 // The number of distinct frames is at most the number of frames of the video.
-                whole(linspace_cut(num_frames, n.clamp(*min_frames, *max_frames).min(num_frames)))
+                let n = n.clamp(*min_frames, *max_frames).min(num_frames);
+                whole(linspace_cut(0, num_frames - 1, n))
             }
             Self::Segments { frame_counts, num_frames: n } => {
                 let indices = segment_indices(frame_counts, *n)?;
@@ -275,6 +293,17 @@ fn require_video(num_frames: usize, fps: f64) -> Result<(), MediaError> {
     ))
 }
 
+fn check_rate(rate: f64, min_frames: usize, max_frames: usize) -> Result<(), MediaError> {
+    if rate.is_finite() && rate > 0.0 && (1..=max_frames).contains(&min_frames) {
+        return Ok(());
+    }
+    Err(MediaError::setting(
+        "sampling by rate",
+        format!("{rate} frames per second, {min_frames}..{max_frames} frames"),
+        "a positive rate and 1 <= min_frames <= max_frames",
+    ))
+}
+
 fn require_some(what: &str, n: usize) -> Result<(), MediaError> {
     if n == 0 { Err(MediaError::setting(what, 0, "at least 1")) } else { Ok(()) }
 }
@@ -292,11 +321,11 @@ fn linspace_rounded(start: usize, end: usize, n: usize) -> Vec<usize> {
         .collect()
 }
 
-/// Computes `numpy.unique(numpy.linspace(0, len - 1, n, dtype=int))`: in f64, truncated towards zero, without repeats.
-fn linspace_cut(len: usize, n: usize) -> Vec<usize> {
-    let step = if n > 1 { (len - 1) as f64 / (n - 1) as f64 } else { 0.0 };
-    let mut out: Vec<usize> =
-        (0..n).map(|i| if n > 1 && i == n - 1 { len - 1 } else { (i as f64 * step) as usize }).collect();
+/// Computes `numpy.unique(numpy.linspace(start, end, n, dtype=int))`: in f64, truncated towards zero, without repeats.
+fn linspace_cut(start: usize, end: usize, n: usize) -> Vec<usize> {
+    let step = if n > 1 { (end - start) as f64 / (n - 1) as f64 } else { 0.0 };
+    let at = |i: usize| (i as f64 * step + start as f64) as usize;
+    let mut out: Vec<usize> = (0..n).map(|i| if n > 1 && i == n - 1 { end } else { at(i) }).collect();
     out.dedup();
     out
 }
@@ -317,7 +346,7 @@ pub fn segment_indices(frame_counts: &[f64], n: usize) -> Result<Vec<usize>, Med
             return Err(MediaError::setting("frame_cnts", count, "segment lengths of at least one frame"));
         }
         let len = len as usize;
-        out.extend(linspace_cut(len, n.min(len)).into_iter().map(|i| start + i));
+        out.extend(linspace_cut(0, len - 1, n.min(len)).into_iter().map(|i| start + i));
         start += len;
     }
     Ok(out)

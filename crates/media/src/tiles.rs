@@ -131,7 +131,7 @@ impl TileProcessor {
             thumbnail = resize(image, side, side)?;
             places.push((&thumbnail, 0, 0));
         }
-        Ok(self.normalise(&places))
+        Ok(normalised(&places, self.side_px, [self.mean, self.std]))
     }
 
     /// Converts each frame of a video to one tile, `[frames, 3, side, side]`.
@@ -149,31 +149,33 @@ impl TileProcessor {
             .map(|frame| resize(frame, self.side_px, self.side_px))
             .collect::<Result<Vec<_>, _>>()?;
         let places: Vec<_> = frames.iter().map(|frame| (frame, 0, 0)).collect();
-        Ok(self.normalise(&places))
+        Ok(normalised(&places, self.side_px, [self.mean, self.std]))
     }
+}
 
-    /// Returns squares of pictures as planes of normalised values. Each square is given by its picture and its upper left corner.
-    fn normalise(&self, places: &[(&Rgb8Image, u32, u32)]) -> Vec<f32> {
-        let table: [[f32; 256]; 3] = std::array::from_fn(|c| {
-            std::array::from_fn(|byte| {
-                ((byte as f64 * (1.0 / 255.0)) as f32 - self.mean[c] as f32) / self.std[c] as f32
-            })
-        });
-        let side = self.side_px as usize;
-        let plane = side * side;
-        let mut out = vec![0f32; places.len() * 3 * plane];
-        out.par_chunks_exact_mut(3 * plane).zip(places).for_each(|(tile, (image, x0, y0))| {
-            for y in 0..side {
-                let start = (*y0 as usize + y) * image.width_px as usize + *x0 as usize;
-                for (x, rgb) in image.pixels[start * 3..][..side * 3].chunks_exact(3).enumerate() {
-                    for c in 0..3 {
-                        tile[c * plane + y * side + x] = table[c][rgb[c] as usize];
-                    }
+/// Returns squares of pictures as planes of normalised values. Each square is given by its picture and its upper left corner.
+pub(crate) fn normalised(
+    places: &[(&Rgb8Image, u32, u32)],
+    side_px: u32,
+    [mean, std]: [[f64; 3]; 2],
+) -> Vec<f32> {
+    let table: [[f32; 256]; 3] = std::array::from_fn(|c| {
+        std::array::from_fn(|byte| ((byte as f64 * (1.0 / 255.0)) as f32 - mean[c] as f32) / std[c] as f32)
+    });
+    let side = side_px as usize;
+    let plane = side * side;
+    let mut out = vec![0f32; places.len() * 3 * plane];
+    out.par_chunks_exact_mut(3 * plane).zip(places).for_each(|(tile, (image, x0, y0))| {
+        for y in 0..side {
+            let start = (*y0 as usize + y) * image.width_px as usize + *x0 as usize;
+            for (x, rgb) in image.pixels[start * 3..][..side * 3].chunks_exact(3).enumerate() {
+                for c in 0..3 {
+                    tile[c * plane + y * side + x] = table[c][rgb[c] as usize];
                 }
             }
-        });
-        out
-    }
+        }
+    });
+    out
 }
 
 /// Resizes a picture if its size differs. Checks the picture in either case.

@@ -5,7 +5,8 @@ use std::io::Cursor;
 
 use omnigrpo_media::qwen_vl::{ImageProcessor, PatchGrid, Processors};
 use omnigrpo_media::{
-    Limits, MediaError, Orientation, Rgb8Image, load_image, load_image_bytes, probe_image, resize_bicubic,
+    Filter, Limits, MediaError, Orientation, Rgb8Image, load_image, load_image_bytes, probe_image, resize,
+    resize_bicubic,
 };
 use serde_json::Value;
 
@@ -29,6 +30,19 @@ fn resize_equals_pillow() {
             assert_eq!(out.pixels, pixels.iter().map(|v| num(v) as u8).collect::<Vec<_>>(), "{row}");
         }
         assert_eq!(sha(&out.pixels), row["sha256"], "{w}x{h} -> {w2}x{h2}");
+    }
+}
+
+#[test]
+fn resize_with_lanczos_equals_pillow() {
+    let rows = golden("resize_lanczos");
+    assert_eq!(rows.len(), 12);
+    for row in rows {
+        let [w, h] = [0, 1].map(|i| num(&row["size"][i]));
+        let [w2, h2] = [0, 1].map(|i| num(&row["out"][i]));
+        let image = Rgb8Image::new(w, h, noise(row["seed"].as_u64().unwrap(), (w * h * 3) as usize));
+        let out = resize(&image.unwrap(), w2, h2, Filter::Lanczos).unwrap();
+        assert_eq!(sha(&out.pixels), row["sha256"], "{row}");
     }
 }
 

@@ -72,6 +72,8 @@ pub struct ExpertsConfig {
 /// must be in the file.
 #[derive(Clone, Copy, Debug)]
 pub struct TextDefaults {
+    /// `num_attention_heads`.
+    pub heads: Option<usize>,
     /// `num_key_value_heads` if the key is absent. Null in the file, or `None` here, means the number of query heads.
     pub kv_heads: Option<usize>,
     /// `head_dim`; `None` for the width divided by the number of heads.
@@ -98,6 +100,7 @@ pub struct TextDefaults {
 impl TextDefaults {
     /// `Qwen2Config`.
     pub const QWEN2: Self = Self {
+        heads: None,
         kv_heads: Some(32),
         head_dim: None,
         rms_eps: 1e-6,
@@ -118,7 +121,8 @@ impl TextDefaults {
     pub const QWEN3_VL: Self =
         Self { theta: 5e5, max_positions: 128_000, axes: PositionAxes::Interleaved, ..Self::QWEN3 };
     /// `LlamaConfig`.
-    pub const LLAMA: Self = Self { kv_heads: None, max_positions: 2048, qkv_bias: false, ..Self::QWEN2 };
+    pub const LLAMA: Self =
+        Self { heads: Some(32), kv_heads: None, max_positions: 2048, qkv_bias: false, ..Self::QWEN2 };
 }
 
 impl DecoderConfig {
@@ -130,7 +134,7 @@ impl DecoderConfig {
     /// activation other than that of SwiGLU, or biases in the feed-forward layer.
     pub fn parse(text: &ConfigJson, root: &ConfigJson, class: TextDefaults) -> Result<Self> {
         let hidden = text.size("hidden_size", None)?;
-        let q = text.size("num_attention_heads", None)?;
+        let q = text.size("num_attention_heads", class.heads)?;
         let absent = !text.object().contains_key("num_key_value_heads");
         let default = class.kv_heads.filter(|_| absent).unwrap_or(q);
         let kv = text.size("num_key_value_heads", Some(default))?;

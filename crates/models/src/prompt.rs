@@ -541,6 +541,7 @@ impl PromptBuilder {
         let first = sample.reference.from.max(asked);
         let answers = (first..turns.len()).filter(|&at| turns[at].role == Role::Assistant);
         let renderer = PromptRenderer::new(&self.tokenizer, &self.template);
+        let lead = renderer.answer_lead(&self.settings.render);
         let (mut pieces, mut from, mut tokens): (Vec<Piece>, _, _) = (Vec::new(), 0, 0);
         for at in answers {
             let (before, shown) = own_media(&turns[from..at], media);
@@ -556,7 +557,7 @@ impl PromptBuilder {
                 true => self.render(sample, &before, &tokens_of)?,
                 false => self.render_turns(&before, &tokens_of)?,
             };
-            let imitated = self.imitated_ids(&renderer.said(&turns[at]))?;
+            let imitated = self.imitated_ids(&format!("{lead}{}", renderer.said(&turns[at])))?;
             tokens += before.ids.len() + imitated.len();
             let limit = self.family.architecture().decoder_config().max_positions;
             if tokens > limit {

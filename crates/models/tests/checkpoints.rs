@@ -165,7 +165,9 @@ impl WeightSource for Recorder {
 #[test]
 fn an_outline_is_the_model_without_its_data() {
     let keep = |_: &str, part: Part| part == Part::Projector;
-    for name in ["qwen2_5_vl_tied_bf16", "qwen2_vl_untied", "qwen3_vl", "internvl_original", "aria"] {
+    for name in
+        ["qwen2_5_vl_tied_bf16", "qwen2_vl_untied", "qwen3_vl", "internvl_original", "aria", "smolvlm"]
+    {
         let opened = Checkpoint::open(&checkpoint(name)).unwrap();
         for bits in [None, Some(QuantBits::Eight), Some(QuantBits::Four)] {
             for dtype in [WeightDtype::Auto, WeightDtype::Float32, WeightDtype::BFloat16] {
@@ -344,7 +346,7 @@ fn published_sizes_have_the_tensors_transformers_makes() {
     let text = std::fs::read(golden("published/tensors.json")).unwrap();
     let list: serde_json::Value = serde_json::from_slice(&text).unwrap();
     let list = list.as_object().unwrap();
-    assert_eq!(list.len(), 46);
+    assert_eq!(list.len(), 50);
     for (size, entry) in list {
         let mut expected = BTreeMap::new();
         for tensor in entry["tensors"].as_array().unwrap() {
@@ -625,6 +627,7 @@ fn sizes_of_a_configuration_take_no_memory_before_they_fit_the_weights() {
         "internvl_hf",
         "internvl_original",
         "aria",
+        "smolvlm",
         "humanomni",
     ] {
         let towers = ["siglip", "whisper", "bert"].map(|tower| format!("{tower}/config.json"));
@@ -916,6 +919,8 @@ fn the_configuration_is_read_once() {
         "internvl_original",
         "aria",
         "aria_own",
+        "smolvlm",
+        "smolvlm_tied",
         "humanomni",
         "qwen3",
     ] {

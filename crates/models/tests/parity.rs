@@ -14,6 +14,8 @@ mod emulated;
 mod networks;
 #[path = "parity/qwen3_vl.rs"]
 mod qwen3_vl;
+#[path = "parity/smolvlm.rs"]
+mod smolvlm;
 #[path = "parity/turns.rs"]
 mod turns;
 

@@ -97,6 +97,7 @@ fn every_family_trains_with_what_is_written() {
         "internvl_hf",
         "internvl3_5_original",
         "aria",
+        "smolvlm",
         "humanomni",
         "qwen2",
         "qwen3",

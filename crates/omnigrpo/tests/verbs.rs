@@ -246,10 +246,10 @@ fn every_command_runs_on_aria() {
     }
 }
 
-/// A family whose media have features for several blocks, and InternVL on Qwen3: every command, on rows with one image, several,
-/// and a clip.
+/// A family whose media have features for several blocks, InternVL on Qwen3, and SmolVLM: every command, on rows with one image,
+/// several, and a clip.
 #[test]
-fn every_command_runs_on_qwen3_vl_and_internvl3_5() {
+fn every_command_runs_on_qwen3_vl_internvl3_5_and_smolvlm() {
     let rows = |clip: &str| {
         r#"{"id": "one", "image": "shapes.png", "problem": "<image>\nWhich shape is red?", "solution": "<answer>square</answer>"}
 {"id": "two", "image": ["shapes.png", "noise.png"], "problem": "<image> and <image>: equal?", "solution": "<answer>no</answer>"}
@@ -261,6 +261,14 @@ fn every_command_runs_on_qwen3_vl_and_internvl3_5() {
     every_command("qwen3_vl", &small, "linear_fc1", "qwen3_vl: 4 layers, width 48");
     let few = rows(r#""max_frames": 4"#);
     every_command("internvl3_5_original", &few, "fc1", "internvl: 2 layers, width 32");
+    let place = every_command("smolvlm", &few, "proj", "smolvlm: 2 layers, width 48");
+    let model = golden("checkpoints/smolvlm").display().to_string();
+    for bits in ["load_in_8bit", "load_in_4bit"] {
+        let line =
+            format!("train --model {model} --train_file rows.jsonl --{bits} --use_peft --lora_r 2 {SMALL}");
+        place.run(&format!("{line} --reward_funcs random --output_dir {bits}")).ok();
+        assert!(place.exists(&format!("{bits}/adapter_model.safetensors")));
+    }
 }
 
 /// Rows of GSM8K, of TRL (a prompt with its completion, as text and as messages) and of verl.
@@ -1323,6 +1331,7 @@ fn families_on_the_emulator_of_a_gpu() {
         ("internvl_hf", "--use_peft --lora_r 4 --lora_dropout 0"),
         ("internvl3_5_hf", ""),
         ("aria", "--use_peft --lora_target_modules all-linear,experts --lora_r 4 --lora_dropout 0"),
+        ("smolvlm", "--use_peft --lora_r 4 --lora_dropout 0"),
         ("humanomni", "--gradient_checkpointing"),
         ("qwen3_vl", "--gradient_checkpointing"),
         ("qwen2", "--gradient_checkpointing"),
@@ -1335,7 +1344,7 @@ fn families_on_the_emulator_of_a_gpu() {
             json!({"id": "shapes", "image": "shapes.png", "problem": "Which shape is red?", "solution": "<answer>square</answer>"}),
             json!({"id": "sum", "problem": "What is 2+3?", "solution": "<answer>5</answer>"}),
         ];
-        if !name.contains("vl") && !["aria", "humanomni"].contains(&name) {
+        if !name.contains("vl") && !["aria", "smolvlm", "humanomni"].contains(&name) {
             rows[0].as_object_mut().unwrap().remove("image");
         }
         place.write("few.jsonl", rows.clone().map(|row| format!("{row}\n")).concat());

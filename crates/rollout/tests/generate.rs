@@ -175,8 +175,9 @@ fn greedy_equals_transformers_without_a_cache() {
 fn greedy_of_tiles_and_squares_equals_the_reference_without_a_cache() {
     let internvl = rows::INTERNVL.map(|(name, cases)| ("internvl", name, cases));
     let aria = rows::ARIA.map(|(name, cases)| ("aria", name, cases));
+    let smolvlm = rows::SMOLVLM.map(|(name, cases)| ("smolvlm", name, cases));
     let qwen3 = rows::QWEN3_VL.map(|(name, cases)| ("qwen3_vl", name, cases));
-    for (folder, name, cases) in internvl.into_iter().chain(aria).chain(qwen3) {
+    for (folder, name, cases) in internvl.into_iter().chain(aria).chain(smolvlm).chain(qwen3) {
         let setup = Setup::new(name);
         for case in cases.chars().map(|case| case.to_string()) {
             let prompt = rows::prompt_of(folder, &checkpoint(name), &case);
@@ -308,6 +309,7 @@ fn folder(name: &str) -> &'static str {
     match name {
         "qwen3_vl" => "qwen3_vl",
         "aria" => "aria",
+        "smolvlm" => "smolvlm",
         "humanomni" => "humanomni",
         name if name.starts_with("internvl") => "internvl",
         _ => "cases",
@@ -428,8 +430,16 @@ fn in_flight(
 /// times.
 #[test]
 fn replayed_tokens_equal_those_of_single_launches() {
-    let names =
-        ["qwen2_vl_tied", "qwen2_5_vl_untied", "qwen3_vl", "internvl_hf", "humanomni", "aria", "llama"];
+    let names = [
+        "qwen2_vl_tied",
+        "qwen2_5_vl_untied",
+        "qwen3_vl",
+        "internvl_hf",
+        "humanomni",
+        "aria",
+        "smolvlm",
+        "llama",
+    ];
     let groups: [(u32, &[usize]); 3] = [(5, &[3, 9, 7]), (12, &[5, 11]), (2, &[1])];
     for (i, name) in names.into_iter().enumerate() {
         let how = Sampler {

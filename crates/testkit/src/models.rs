@@ -16,7 +16,7 @@ use safetensors::{Dtype, SafeTensors};
 /// Checkpoints of the cases in `cases/`.
 pub const CHECKPOINTS: [&str; 2] = ["qwen2_vl_tied", "qwen2_5_vl_tied"];
 /// One of each family and of each kind of decoder and tower, with a case of [`case_prompt`].
-pub const FAMILIES: [(&str, &str); 11] = [
+pub const FAMILIES: [(&str, &str); 12] = [
     ("qwen2_vl_tied", "C"),
     ("qwen2_5_vl_untied", "E"),
     ("qwen3_vl", "E"),
@@ -24,6 +24,7 @@ pub const FAMILIES: [(&str, &str); 11] = [
     ("internvl_rms_hf", "C"),
     ("internvl3_5_hf", "C"),
     ("aria", "E"),
+    ("smolvlm", "E"),
     ("humanomni", "va"),
     ("qwen2", "B"),
     ("qwen3", "B"),
@@ -112,6 +113,7 @@ pub fn case_prompt(case: &str, model: &Model) -> Prompt {
     match model.family().name() {
         "qwen3_vl" => return crate::rows::prompt_of("qwen3_vl", &checkpoint("qwen3_vl"), case),
         "aria" => return crate::rows::prompt_of("aria", model.dir(), case),
+        "smolvlm" => return crate::rows::prompt_of("smolvlm", model.dir(), case),
         name if name.starts_with("internvl") => return crate::rows::prompt_of("internvl", model.dir(), case),
         "humanomni" => return omni_prompt(&Golden::read(&format!("humanomni/{case}.humanomni.safetensors"))),
         _ => {}

@@ -1,4 +1,4 @@
-//! Prompts of the InternVL, Aria and Qwen3-VL cases, read from their rows as a run reads them.
+//! Prompts of the InternVL, Aria, SmolVLM and Qwen3-VL cases, read from their rows as a run reads them.
 
 use std::path::Path;
 
@@ -20,6 +20,9 @@ pub const INTERNVL: [(&str, &str); 6] = [
 ];
 
 pub const ARIA: [(&str, &str); 2] = [("aria", "ABCDEF"), ("aria_own", "CEF")];
+
+pub const SMOLVLM: [(&str, &str); 3] =
+    [("smolvlm", "ABCDEF"), ("smolvlm_tied", "CDE"), ("smolvlm_v1", "ABCF")];
 
 pub const QWEN3_VL: [(&str, &str); 2] = [("qwen3_vl", "ABCDEF"), ("qwen3_vl_untied", "CE")];
 

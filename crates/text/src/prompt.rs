@@ -294,6 +294,22 @@ impl<'a> PromptRenderer<'a> {
         Ok(RenderedTurn { prompt, after })
     }
 
+    /// Returns the white space that the template writes between the start of the model's turn, where a prompt ends, and the text
+    /// of a turn. It belongs to what the model says. Text other than white space, such as an empty thought, does not count.
+    pub fn answer_lead(&self, options: &RenderOptions) -> String {
+        let asked = Turn::text(Role::User, "?");
+        let whole = [asked.clone(), Turn::text(Role::Assistant, "!")];
+        let lead = || -> Result<Option<String>> {
+            let prompt = self.output(&[asked], &[], options, true)?.string;
+            let whole = self.output(&whole, &[], options, false)?;
+            let said = whole.texts.iter().find(|text| text.role == Role::Assistant);
+            let lead = said.and_then(|said| whole.string[..said.range.start].strip_prefix(&prompt));
+            Ok(lead.filter(|lead| lead.trim().is_empty()).map(str::to_owned))
+        };
+        // A template that refuses this conversation reports it for the row.
+        lead().ok().flatten().unwrap_or_default()
+    }
+
     /// Returns the text of a turn of the model, with its calls of tools in the format of the template.
     pub fn said(&self, turn: &Turn) -> String {
         let calls = turn.calls();

@@ -34,8 +34,15 @@ fn update(
     omnigrpo_train::update((model, Some(reference)), adamw, AT, algorithm, rollouts, &mut timer()).unwrap()
 }
 
-const CHECKPOINTS: [&str; 6] =
-    ["qwen2_5_vl_tied", "qwen2_vl_untied", "qwen3_vl", "internvl_original", "internvl3_5_original", "aria"];
+const CHECKPOINTS: [&str; 7] = [
+    "qwen2_5_vl_tied",
+    "qwen2_vl_untied",
+    "qwen3_vl",
+    "internvl_original",
+    "internvl3_5_original",
+    "aria",
+    "smolvlm",
+];
 
 /// The rows with completions as text, and as ids of the tokenizer of the Qwen-VL checkpoints.
 const TEXT: &str = "replay/rows.jsonl";

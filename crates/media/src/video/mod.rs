@@ -91,6 +91,13 @@ pub enum FrameSize {
         /// Side of a token in pixels.
         factor: u32,
     },
+    /// Squares of `side_px`, in the two steps of [`crate::smolvlm::square`].
+    Square {
+        /// Longest edge of a frame after the first step, in pixels.
+        longest_px: u32,
+        /// Side of the square, in pixels.
+        side_px: u32,
+    },
 }
 
 impl FrameSize {
@@ -105,6 +112,7 @@ impl FrameSize {
             Self::Clip { budget, factor } => {
                 budget.frame_size(num_frames, height, width, *factor).map(|(h, w)| (w, h))
             }
+            Self::Square { side_px, .. } => Ok((*side_px, *side_px)),
         }
     }
 }
@@ -147,6 +155,8 @@ pub struct VideoFrames {
     pub source_fps: f64,
     /// Number of frames taken per second of the source.
     pub sampled_fps: f64,
+    /// Duration of the source, in seconds.
+    pub duration_s: f64,
 }
 
 impl VideoFrames {
@@ -240,6 +250,9 @@ struct Plan {
     /// Width and height of the frames before resizing.
     native: (u32, u32),
     size: (u32, u32),
+    /// Longest edge of the first step of [`FrameSize::Square`], in pixels.
+    longest_px: Option<u32>,
+    duration_s: f64,
 }
 
 impl Plan {
@@ -258,10 +271,17 @@ impl Plan {
         Limits::check(path, "size of the frames kept in bytes", num_bytes, limits.max_video_bytes)?;
         let mut distinct = choice.indices.clone();
         distinct.dedup();
-        Ok(Self { choice, distinct, native, size })
+        let longest_px = match request.size {
+            FrameSize::Square { longest_px, .. } => Some(longest_px),
+            _ => None,
+        };
+        Ok(Self { choice, distinct, native, size, longest_px, duration_s: info.duration_s })
     }
 
     fn resize(&self, frame: Rgb8Image) -> Result<Rgb8Image, MediaError> {
+        if let Some(longest_px) = self.longest_px {
+            return crate::smolvlm::square(&frame, longest_px, self.size.0);
+        }
         if (frame.width_px, frame.height_px) == self.size {
             return Ok(frame);
         }
@@ -293,6 +313,7 @@ impl Plan {
                 .collect()
         };
         let timestamps_s = indices.iter().map(|&i| time_of(i)).collect();
-        Ok(VideoFrames { frames, indices, timestamps_s, source_fps, sampled_fps })
+        let duration_s = self.duration_s;
+        Ok(VideoFrames { frames, indices, timestamps_s, source_fps, sampled_fps, duration_s })
     }
 }

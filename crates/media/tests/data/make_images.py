@@ -51,6 +51,17 @@ for seed, w, h, w2, h2 in [
         row["pixels"] = out.ravel().tolist()
     golden["resize"].append(row)
 
+# LANCZOS: pictures that shrink, grow and do both, in either order of the passes.
+golden["resize_lanczos"] = []
+for seed, w, h, w2, h2 in [
+    (21, 150, 90, 140, 84), (22, 37, 53, 112, 168), (23, 333, 101, 56, 28), (24, 64, 48, 64, 84), (25, 64, 48, 84, 48),
+    (26, 1, 7, 28, 28), (27, 640, 3, 13, 2), (28, 90, 60, 1024, 682), (29, 1024, 682, 128, 128), (30, 70, 300, 69, 31),
+    (31, 5, 5, 3, 9), (32, 700, 500, 384, 384),
+]:
+    image = Image.fromarray(noise(seed, h, w, 3))
+    out = np.asarray(image.resize((w2, h2), Image.Resampling.LANCZOS))
+    golden["resize_lanczos"].append(dict(seed=seed, size=[w, h], out=[w2, h2], sha256=sha(out)))
+
 # The order of the passes: random sizes, of which only those are kept where the orders give different pixels. One pass after
 # the other is two calls of resize that change one side each.
 golden["resize_order"] = []

@@ -49,6 +49,18 @@ pub(crate) struct SizeKeys {
     pub norm_eps: f64,
 }
 
+impl SizeKeys {
+    /// Keys of the tower of Idefics3 and SmolVLM (`Idefics3VisionConfig`). The default side of a patch is 32 px.
+    pub(crate) const IDEFICS3: Self = Self {
+        hidden: ("hidden_size", 1152),
+        intermediate: ("intermediate_size", 3072),
+        layers: ("num_hidden_layers", 12),
+        heads: ("num_attention_heads", 16),
+        activation: ("hidden_act", "gelu_pytorch_tanh"),
+        norm_eps: 1e-6,
+    };
+}
+
 /// Names of activations; the first name of each is that of saved configurations.
 pub(crate) const ACTIVATIONS: [(&str, Activation); 6] = [
     ("gelu", Activation::GeluErf),
@@ -256,5 +268,38 @@ impl PictureConfig {
             )));
         }
         Ok(patch_rows(pixels, [self.channels, side], self.patch_px, lead))
+    }
+}
+
+/// Returns the row of a tower's output for each row of a projector's input, which has the `merge × merge` patches of a token in
+/// sequence. Each picture has `grid × grid` patches after `lead` other rows.
+pub(crate) fn space_to_depth(count: usize, grid: usize, merge: usize, lead: usize) -> Vec<usize> {
+    let cells = grid / merge;
+    let mut order = Vec::with_capacity(count * grid * grid);
+    for picture in 0..count {
+        let first = picture * (lead + grid * grid) + lead;
+        for cell in 0..cells * cells {
+            let (y0, x0) = (cell / cells * merge, cell % cells * merge);
+            for inner in 0..merge * merge {
+                order.push(first + (y0 + inner / merge) * grid + x0 + inner % merge);
+            }
+        }
+    }
+    order
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_are_squares_of_patches_row_by_row() {
+        // The input has two tiles of 4 × 4 patches, each after a class token.
+        let order = space_to_depth(2, 4, 2, 1);
+        assert_eq!(order[..8], [1, 2, 5, 6, 3, 4, 7, 8]);
+        assert_eq!(order[8..16], [9, 10, 13, 14, 11, 12, 15, 16]);
+        assert_eq!(order[16..20], [18, 19, 22, 23]);
+        assert_eq!(order.len(), 32);
+        assert_eq!(space_to_depth(1, 4, 2, 0)[..4], [0, 1, 4, 5]);
     }
 }

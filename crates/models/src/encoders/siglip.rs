@@ -34,6 +34,9 @@ pub struct SiglipConfig {
     pub picture: PictureConfig,
     /// Whether the checkpoint has the pooling head.
     pub head: bool,
+    /// Whether the position of a patch is the nearest one below its place along the side, computed in f32 as in Idefics3. For some
+    /// sizes, rounding then repeats a position.
+    pub bucketed: bool,
 }
 
 impl SiglipConfig {
@@ -54,6 +57,7 @@ impl SiglipConfig {
         Ok(Self {
             picture: PictureConfig::parse(&json, &keys, 16)?,
             head: json.boolean("vision_use_head", true)?,
+            bucketed: false,
         })
     }
 
@@ -150,7 +154,11 @@ impl Siglip {
         }
         let patches = picture.num_patches();
         let x = constant(picture.patch_rows(pixels, n, 0)?, n * patches, picture.patch_len(), pass)?;
-        let ids = RowMix::select((0..n * patches).map(|i| (i % patches) as u32).collect());
+        let side = picture.side_px / picture.patch_px;
+        let place = |i: usize| if self.config.bucketed { bucket(i, side, side) } else { i };
+        let position = |patch: usize| (place(patch / side) * side + place(patch % side)) as u32;
+        let table: Vec<u32> = (0..patches).map(position).collect();
+        let ids = RowMix::select((0..n).flat_map(|_| table.iter().copied()).collect());
         let x = tape.linear(&x, &self.patch_embed, pass)?;
         let x = tape.add_rows(&x, &self.positions, &Arc::new(ids.into()))?;
         self.blocks.forward(x, blocks, AttentionLayout::full_blocks(&vec![patches; n]), pass, tape)
@@ -172,4 +180,38 @@ pub fn published_name(key: &str) -> Option<String> {
     let other = ["text_model.", "logit_scale", "logit_bias"].iter().any(|start| key.starts_with(start));
     let name = key.strip_prefix("vision_model.").unwrap_or(key);
     (!other && name != "embeddings.position_ids").then(|| name.to_owned())
+}
+
+/// Returns the index, among `table` learned positions of an axis, for patch `i` of `count`. The rule is that of Idefics2,
+/// Idefics3 and Aria: `searchsorted(boundaries, i · (1 / count), right)`. All values are f32, since rounding matters if a patch falls on a
+/// boundary.
+pub(crate) fn bucket(i: usize, count: usize, table: usize) -> usize {
+    let fraction = (i as f32 * (1.0 / count as f32)).min((1.0 - 1e-6) as f32);
+    let step = 1.0 / table as f64;
+    let boundary = |k: usize| (step + k as f64 * step) as f32;
+    (0..table - 1).take_while(|&k| boundary(k) <= fraction).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Checks all numbers of patches along 70 positions against `transformers`
+    /// (`tools/goldens/make_aria.py`).
+    #[test]
+    fn buckets_equal_transformers() {
+        let text = include_str!("../../tests/golden/aria/buckets.json");
+        let rows: Vec<Vec<usize>> = serde_json::from_str(text).unwrap_or_default();
+        assert_eq!(rows.len(), 70);
+        for (count, want) in (1..).zip(rows) {
+            let got: Vec<usize> = (0..count).map(|i| bucket(i, count, 70)).collect();
+            assert_eq!(got, want, "{count} patches");
+        }
+        // Along a side as long as the table, rounding repeats positions; the tiles of published models have 27 and 32 patches.
+        let repeated = |count| (0..count).filter(|&i| bucket(i, count, count) != i).collect::<Vec<_>>();
+        assert!([16, 27, 32].map(repeated).concat().is_empty());
+        assert_eq!(repeated(25), [5, 9, 10, 11, 12, 13, 15, 18, 20, 23]);
+        // At this index, f32 differs from exact arithmetic.
+        assert_ne!(bucket(5, 25, 70), 5 * 70 / 25);
+    }
 }

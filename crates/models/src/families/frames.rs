@@ -98,6 +98,15 @@ impl FramePlan {
         Ok(video)
     }
 
+    /// Returns the duration of the video in seconds, given the header.
+    pub fn duration_secs(&self, header: &MediumInfo) -> f64 {
+        let frames = header.num_frames.unwrap_or_default() as f64;
+        match self.source {
+            VideoSource::File(_) => header.duration_secs.unwrap_or_default(),
+            _ => frames / self.listed_fps.unwrap_or(LISTED_FPS),
+        }
+    }
+
     /// Returns the times of the frames that will be read, in seconds, given the header.
     ///
     /// # Errors

@@ -78,6 +78,25 @@ pub enum MediumShape {
         /// Side of each, px.
         side_px: usize,
     },
+    /// Square tiles of an image row by row, then the whole image as one square, `[rows · columns + 1, 3, side, side]`. An image
+    /// with one row and column is that square alone.
+    Tiles {
+        /// Number of rows of tiles.
+        rows: usize,
+        /// Number of tiles in a row.
+        columns: usize,
+        /// Side of each, px.
+        side_px: usize,
+    },
+    /// Square frames of a clip, `[count, 3, side, side]`, for families whose prompts tell the length of the clip.
+    Frames {
+        /// Number of frames.
+        count: usize,
+        /// Side of each, px.
+        side_px: usize,
+        /// Length of the clip, in whole seconds.
+        clip_secs: usize,
+    },
     /// A log-mel spectrogram, `[mels, frames]`.
     Mel {
         /// Number of frequency bands.
@@ -112,6 +131,19 @@ impl MediumShape {
         }
     }
 
+    /// Returns the number and the side in px of the squares of [`Self::Tiles`] and [`Self::Frames`].
+    ///
+    /// # Errors
+    /// Returns an error for another shape.
+    pub fn squares(&self) -> Result<[usize; 2]> {
+        match *self {
+            Self::Tiles { rows: 1, columns: 1, side_px } => Ok([1, side_px]),
+            Self::Tiles { rows, columns, side_px } => Ok([rows * columns + 1, side_px]),
+            Self::Frames { count, side_px, .. } => Ok([count, side_px]),
+            other => Err(ModelError::shape(format!("this tower expects squares, but the medium is {other}"))),
+        }
+    }
+
     /// Returns bands and frames of [`Self::Mel`].
     ///
     /// # Errors
@@ -136,6 +168,12 @@ impl fmt::Display for MediumShape {
                 write!(f, "{count} × {height_px}×{width_px} px (pictures, height × width)")
             }
             Self::Masked { count, side_px } => write!(f, "{count} × {side_px} px (squares with masks)"),
+            Self::Tiles { rows, columns, side_px } => {
+                write!(f, "{rows}×{columns} tiles of {side_px} px (rows × columns)")
+            }
+            Self::Frames { count, side_px, clip_secs } => {
+                write!(f, "{count} × {side_px} px (square frames) of {clip_secs} s")
+            }
             Self::Mel { mels, frames } => write!(f, "{mels}×{frames} log-mel (bands × frames)"),
         }
     }

@@ -14,6 +14,7 @@ mod processor;
 mod qwen_vl;
 mod reader;
 mod settings;
+mod smolvlm;
 pub mod sound;
 mod table;
 mod text;

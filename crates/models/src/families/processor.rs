@@ -75,6 +75,10 @@ pub trait Processor: Send + Sync {
             MediumShape::Patches(grid) => grid.t * grid.h * grid.w * self.patch_len(),
             MediumShape::Pictures { count, height_px, width_px } => 3 * count * height_px * width_px,
             MediumShape::Masked { count, side_px } => 4 * count * side_px * side_px,
+            MediumShape::Tiles { rows, columns, side_px } => {
+                3 * (rows * columns + usize::from(rows * columns > 1)) * side_px * side_px
+            }
+            MediumShape::Frames { count, side_px, .. } => 3 * count * side_px * side_px,
             MediumShape::Mel { mels, frames } => mels * frames,
         }
     }

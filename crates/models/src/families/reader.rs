@@ -4,7 +4,7 @@ use std::path::Path;
 
 use omnigrpo_data::{MediumInfo, MediumRef};
 use omnigrpo_media::audio::LogMel;
-use omnigrpo_media::{FrameSize, Rgb8Image, Turn, VideoFrames, load_image};
+use omnigrpo_media::{Filter, FrameSize, Rgb8Image, Turn, VideoFrames, load_image};
 use omnigrpo_text::{Form, MediumKind};
 
 use super::frames::{FramePlan, file};
@@ -137,10 +137,14 @@ pub(super) fn image_processor(dir: &Path) -> Result<ConfigJson> {
     nested.map_or_else(|| ConfigJson::read(&dir.join("preprocessor_config.json")), Ok)
 }
 
-/// Returns means and standard deviations of the channels from an image processor that resizes bicubically, scales bytes to 0–1 and
-/// normalises.
-pub(super) fn normalisation(json: &ConfigJson, [mean, std]: [[f64; 3]; 2]) -> Result<[[f64; 3]; 2]> {
-    json.only("resample", 3)?;
+/// Returns means and standard deviations of the channels from an image processor that resizes with this filter, scales bytes to
+/// 0–1 and normalises.
+pub(super) fn normalisation(
+    json: &ConfigJson,
+    filter: Filter,
+    [mean, std]: [[f64; 3]; 2],
+) -> Result<[[f64; 3]; 2]> {
+    json.only("resample", filter.code())?;
     json.only("rescale_factor", 1.0 / 255.0)?;
     for key in ["do_rescale", "do_normalize"] {
         json.only(key, true)?;

@@ -6,7 +6,7 @@ use omnigrpo_guard::Setting;
 use omnigrpo_ops::Part;
 
 use super::text::TextClass;
-use super::{Family, Roles, aria, humanomni, internvl, qwen_vl, text};
+use super::{Family, Roles, aria, humanomni, internvl, qwen_vl, smolvlm, text};
 use crate::config_json::ConfigJson;
 use crate::error::Result;
 
@@ -147,6 +147,18 @@ pub const FAMILIES: &[FamilyRow] = &[
         model_types: &["aria"],
         architectures: &["AriaForConditionalGeneration"],
         open: aria::open,
+        vision_modules: &[Part::Vision],
+        options: &[],
+    },
+    FamilyRow {
+        name: "smolvlm",
+        doc: "SmolVLM and SmolVLM2: images in tiles, clips as frames with their times (SmolVLM2)",
+        source: "arXiv 2504.05299, 2408.12637; transformers models/smolvlm and models/idefics3",
+        published: "HuggingFaceTB/SmolVLM2-256M-Video-Instruct",
+        task: "image-text-to-text",
+        model_types: &["smolvlm", "idefics3"],
+        architectures: &["SmolVLMForConditionalGeneration", "Idefics3ForConditionalGeneration"],
+        open: smolvlm::open,
         vision_modules: &[Part::Vision],
         options: &[],
     },

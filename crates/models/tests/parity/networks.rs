@@ -117,6 +117,14 @@ fn towers_projectors_and_decoders_of_aria() {
 }
 
 #[test]
+fn towers_projectors_and_decoders_of_smolvlm() {
+    for (name, case) in [("smolvlm", "D"), ("smolvlm_tied", "C"), ("smolvlm_v1", "F")] {
+        let model = load(name, Device::Twin);
+        check(&model, &crate::rows::prompt_of("smolvlm", &checkpoint(name), case), name, 8);
+    }
+}
+
+#[test]
 fn towers_projectors_and_decoders_of_humanomni() {
     let model = load("humanomni", Device::Twin);
     let prompt = omni_prompt(&Golden::read("humanomni/va.humanomni.safetensors"));

@@ -62,10 +62,10 @@ pub const FLAGS: &[Flag] = &[
         .help("HumanOmni: train the text encoder that steers the projector."),
     row("max_anyres_num", int(1, 1024), at!(prompts.media.max_tiles), ROWS)
         .help(
-            "Families that cut images into tiles (InternVL): maximum number of tiles of an image, each of which costs \
+            "Families that cut images into tiles (InternVL, SmolVLM): maximum number of tiles of an image, each of which costs \
              vision tokens. The complete image is one additional tile.",
         )
-        .unset("the checkpoint's; 12 for InternVL"),
+        .unset("the checkpoint's; 12 for InternVL, 16 for SmolVLM"),
     row("layout", Choice(layouts), at!(model.layout), &[Export])
         .help("Layout to write, for families that are published in two layouts (InternVL).")
         .idle(|s, _| (s.model.format == ExportFormat::Gguf).then_some("a GGUF file has only one layout"))

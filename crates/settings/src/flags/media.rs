@@ -34,8 +34,8 @@ pub const FLAGS: &[Flag] = &[
         )
         .unset("the checkpoint's; 12845056 for Qwen2.5-VL, 16777216 for Qwen3-VL"),
     row("frame_sampling", Choice(words::<FrameRule>), at!(prompts.media.rule), ROWS).help(
-        "Rule that picks the frames of a video: by rate (`qwen_vl_utils`, or `processor` for Qwen3-VL's \
-             video processor), by interval (`base_interval`, as qwen-vl-finetune), or per segment of the row's \
+        "Rule that picks the frames of a video: by rate (`qwen_vl_utils`, or `processor` for the video \
+             processor of Qwen3-VL or SmolVLM2), by interval (`base_interval`, as qwen-vl-finetune), or per segment of the row's \
              `meta`.",
     ),
     row("fps", float(1e-3, 1e3), at!(prompts.media.video.fps), ROWS)

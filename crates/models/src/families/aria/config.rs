@@ -49,15 +49,7 @@ impl AriaConfig {
         decoder.experts = Some(experts);
 
         let vision = json.required_section("vision_config")?;
-        let keys = SizeKeys {
-            hidden: ("hidden_size", 1152),
-            intermediate: ("intermediate_size", 3072),
-            layers: ("num_hidden_layers", 12),
-            heads: ("num_attention_heads", 16),
-            activation: ("hidden_act", "gelu_pytorch_tanh"),
-            norm_eps: 1e-6,
-        };
-        let tower = PictureConfig::parse(&vision, &keys, 32)?;
+        let tower = PictureConfig::parse(&vision, &SizeKeys::IDEFICS3, 32)?;
         vision.only("num_channels", 3)?;
         json.only("vision_feature_layer", -1)?;
         let queries = match json.section("projector_patch_to_query_dict")? {

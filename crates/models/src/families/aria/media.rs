@@ -4,7 +4,7 @@ use std::path::Path;
 
 use omnigrpo_data::MediumInfo;
 use omnigrpo_media::aria::AriaProcessor;
-use omnigrpo_media::{FrameSize, Rgb8Image, VideoFrames, probe_video};
+use omnigrpo_media::{Filter, FrameSize, Rgb8Image, VideoFrames, probe_video};
 use omnigrpo_text::Form;
 
 use super::config::AriaConfig;
@@ -44,7 +44,7 @@ impl MediaReader {
                 .error(format!("max_image_size is {side}; the projector supports squares of {sides:?} px")));
         }
         let sides = config.sides().into_iter().filter_map(|side| Some((side as u32, config.tokens(side)?)));
-        let [mean, std] = normalisation(&json, [[0.5; 3]; 2])?;
+        let [mean, std] = normalisation(&json, Filter::Bicubic, [[0.5; 3]; 2])?;
         let split = match json.get("split_resolutions").filter(|value| !value.is_null()) {
             None => AriaProcessor::published_split(),
             Some(value) => serde_json::from_value(value.clone()).map_err(|_| {

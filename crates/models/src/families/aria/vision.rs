@@ -114,7 +114,8 @@ impl VisionTower {
         let (patch, table) = (self.config.tower.patch_px, self.config.grid(self.config.tower.side_px));
         let (mut rows, mut ids) = (Vec::new(), Vec::new());
         for (square, [h, w]) in pixels.chunks_exact(4 * side * side).zip(&real) {
-            let axis = |count: usize| (0..count).map(move |i| bucket(i, count, table)).collect::<Vec<_>>();
+            let axis =
+                |count: usize| (0..count).map(move |i| siglip::bucket(i, count, table)).collect::<Vec<_>>();
             let (down, across) = (axis(*h), axis(*w));
             for (y, &row) in down.iter().enumerate() {
                 for (x, &column) in across.iter().enumerate() {
@@ -211,16 +212,6 @@ impl VisionTower {
     }
 }
 
-/// Returns the index, among `table` learned positions of an axis, for patch `i` of `count`. The rule is that of the tower's
-/// training: `searchsorted(boundaries, i · (1 / count), right)`. All values are f32, since rounding matters if a patch falls on a
-/// boundary.
-fn bucket(i: usize, count: usize, table: usize) -> usize {
-    let fraction = (i as f32 * (1.0 / count as f32)).min((1.0 - 1e-6) as f32);
-    let step = 1.0 / table as f64;
-    let boundary = |k: usize| (step + k as f64 * step) as f32;
-    (0..table - 1).take_while(|&k| boundary(k) <= fraction).count()
-}
-
 /// Attention of queries over patches. Its input consists of rows of queries, then of patches as keys, then of patches as values.
 /// One weight projects every row to `[queries | keys | values]`, and only one third of each row is used.
 #[derive(Clone)]
@@ -298,25 +289,5 @@ impl Op for CrossAttention {
             dx.set_rows(rows.start, &part, 0..rows.len())?;
         }
         Ok([Some(dx)])
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Checks all numbers of patches along 70 positions against `transformers`
-    /// (`tools/goldens/make_aria.py`).
-    #[test]
-    fn buckets_equal_transformers() {
-        let text = include_str!("../../../tests/golden/aria/buckets.json");
-        let rows: Vec<Vec<usize>> = serde_json::from_str(text).unwrap_or_default();
-        assert_eq!(rows.len(), 70);
-        for (count, want) in (1..).zip(rows) {
-            let got: Vec<usize> = (0..count).map(|i| bucket(i, count, 70)).collect();
-            assert_eq!(got, want, "{count} patches");
-        }
-        // At this index, f32 differs from exact arithmetic.
-        assert_ne!(bucket(5, 25, 70), 5 * 70 / 25);
     }
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use omnigrpo_data::MediumInfo;
 use omnigrpo_media::tiles::TileProcessor;
-use omnigrpo_media::{FrameSize, Rgb8Image, VideoFrames};
+use omnigrpo_media::{Filter, FrameSize, Rgb8Image, VideoFrames};
 
 use super::InternVlConfig;
 use crate::config_json::ConfigJson;
@@ -45,7 +45,7 @@ impl MediaReader {
             tiles.min_tiles = json.size("min_patches", Some(1))? as u32;
             tiles.max_tiles = json.size("max_patches", Some(12))? as u32;
             json.only("do_resize", true)?;
-            [tiles.mean, tiles.std] = normalisation(&json, CLIP)?;
+            [tiles.mean, tiles.std] = normalisation(&json, Filter::Bicubic, CLIP)?;
         }
         tiles.check()?;
         Ok(Self { tiles, tokens_per_tile: config.tokens_per_tile() })

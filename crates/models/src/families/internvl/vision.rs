@@ -12,7 +12,7 @@ use omnigrpo_ops::{AttentionLayout, Index, Linear, Norm, Param, Part, Pass, RowM
 use super::config::InternVlConfig;
 use super::layout::Layout;
 use crate::block::{Block, Mlp, NormOrder, QkNorm};
-use crate::encoders::{constant, patch_rows, run_blocks};
+use crate::encoders::{constant, patch_rows, run_blocks, space_to_depth};
 use crate::error::{ModelError, Result};
 use crate::weights::{Init, Scope, WeightSource};
 
@@ -149,7 +149,7 @@ impl VisionTower {
         tape: &mut Tape,
     ) -> Result<Var> {
         let (grid, merge) = (self.grid(side_px), self.config.merge);
-        let order = shuffle_order(count, grid, merge);
+        let order = space_to_depth(count, grid, merge, 1);
         let (tokens, wide) = (order.len() / (merge * merge), merge * merge * self.config.vision.hidden);
         let order: Arc<Index> = Arc::new(order.into());
         let (norm, fc1, fc2) =
@@ -168,22 +168,6 @@ impl VisionTower {
 
 fn norm(weights: &mut Scope, name: &str, dim: usize, eps: f32, rms: bool) -> Result<Norm> {
     if rms { weights.rms_norm(name, dim, eps) } else { weights.layer_norm(name, dim, eps) }
-}
-
-/// Returns the row of the tower's output for each row of the projector's input, which has the patches of a token in sequence.
-fn shuffle_order(count: usize, grid: usize, merge: usize) -> Vec<usize> {
-    let cells = grid / merge;
-    let mut order = Vec::with_capacity(count * grid * grid);
-    for tile in 0..count {
-        let first = tile * (1 + grid * grid) + 1;
-        for cell in 0..cells * cells {
-            let (y0, x0) = (cell / cells * merge, cell % cells * merge);
-            for inner in 0..merge * merge {
-                order.push(first + (y0 + inner / merge) * grid + x0 + inner % merge);
-            }
-        }
-    }
-    order
 }
 
 /// Returns the rows of the position table that are mixed for each row of the stream. If the tile has the table's size, each row
@@ -223,16 +207,6 @@ fn cubic_taps(output: usize, outputs: usize, inputs: usize) -> [(usize, f32); 4]
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn tokens_are_squares_of_patches_row_by_row() {
-        // The input has two tiles of 4 × 4 patches, each after a class token.
-        let order = shuffle_order(2, 4, 2);
-        assert_eq!(order[..8], [1, 2, 5, 6, 3, 4, 7, 8]);
-        assert_eq!(order[8..16], [9, 10, 13, 14, 11, 12, 15, 16]);
-        assert_eq!(order[16..20], [18, 19, 22, 23]);
-        assert_eq!(order.len(), 32);
-    }
 
     #[test]
     fn patches_are_cut_in_reading_order() {

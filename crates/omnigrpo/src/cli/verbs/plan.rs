@@ -335,6 +335,9 @@ pub fn media_flags(s: &Settings, longest: &Longest) -> Vec<Flags> {
             (Form::Picture, MediumShape::Pictures { count, .. }) if count > 2 => {
                 one("max_anyres_num", count / 2)
             }
+            (Form::Picture, MediumShape::Tiles { rows, columns, .. }) if rows * columns > 1 => {
+                one("max_anyres_num", rows * columns / 2)
+            }
             (Form::Picture, shape) if pixels(&shape) > 2 * ENOUGH => one("max_pixels", ENOUGH),
             (Form::Picture, shape) if pixels(&shape) >= 1 << 17 => {
                 one("max_pixels", pixels(&shape) / 2 / 784 * 784);
@@ -343,7 +346,8 @@ pub fn media_flags(s: &Settings, longest: &Longest) -> Vec<Flags> {
                 let frames = match shape {
                     MediumShape::Patches(grid) => 2 * grid.t,
                     MediumShape::Pictures { count, .. } | MediumShape::Masked { count, .. } => count,
-                    MediumShape::Mel { .. } => 0,
+                    MediumShape::Frames { count, .. } => count,
+                    MediumShape::Tiles { .. } | MediumShape::Mel { .. } => 0,
                 };
                 if frames >= 8 {
                     let fixed = s.prompts.media.video.nframes.is_some();
