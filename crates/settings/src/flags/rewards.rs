@@ -58,6 +58,11 @@ fn unscored(s: &Settings, verb: Verb) -> Option<&'static str> {
         .map(|_| "completions are scored in evaluations only, and there is no evaluation data")
 }
 
+fn set_tried(s: &mut Settings, value: &crate::values::Value) -> Result<(), crate::Problem> {
+    s.rewards.funcs = take(value)?;
+    Ok(())
+}
+
 /// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row("reward_funcs", Specs, at!(rewards.funcs), NAMES_REWARDS)
@@ -73,10 +78,7 @@ pub const FLAGS: &[Flag] = &[
         Specs,
         Place {
             field: "rewards.funcs",
-            set: |s, v| {
-                s.rewards.funcs = take(v)?;
-                Ok(())
-            },
+            set: set_tried,
             // The rewards of other commands have a default, and these have none.
             get: |_| None,
         },
