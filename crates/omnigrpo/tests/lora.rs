@@ -44,7 +44,8 @@ fn an_adapter_is_trained_resumed_used_and_merged() {
     assert_eq!(config["target_modules"].as_array().unwrap().len(), 14);
     assert!(config["modules_to_save"].as_array().unwrap().contains(&json!("model.visual.merger.mlp.0")));
     assert!(place.text("run/README.md").contains("library_name: peft"));
-    assert_eq!(place.lines("run/metrics.jsonl")[0]["kl"], json!(0.0));
+    // The first update reuses the rollout's numbers, which differ from the reference's by rounding.
+    assert!(place.lines("run/metrics.jsonl")[0]["kl"].as_f64().unwrap().abs() < 1e-9);
     let ran = place.run(&format!("{run} --max_steps 3")).ok();
     assert!(ran.stderr.contains("resuming from run/checkpoint-2"), "{}", ran.stderr);
 

@@ -207,10 +207,11 @@ mod tests {
             let got: Vec<usize> = (0..count).map(|i| bucket(i, count, 70)).collect();
             assert_eq!(got, want, "{count} patches");
         }
-        // Along a side as long as the table, rounding repeats positions; the tiles of published models have 27 and 32 patches.
+        // Along a side as long as the table, rounding repeats positions; the tiles of published models have 27 and 32 patches. torch
+        // computes boundaries in vectors, whose rounding depends on their width: with AVX-512 it repeats 11 to 13 of 25 as well.
         let repeated = |count| (0..count).filter(|&i| bucket(i, count, count) != i).collect::<Vec<_>>();
         assert!([16, 27, 32].map(repeated).concat().is_empty());
-        assert_eq!(repeated(25), [5, 9, 10, 11, 12, 13, 15, 18, 20, 23]);
+        assert_eq!(repeated(25), [5, 9, 10, 15, 18, 20, 23]);
         // At this index, f32 differs from exact arithmetic.
         assert_ne!(bucket(5, 25, 70), 5 * 70 / 25);
     }
