@@ -150,12 +150,20 @@ class Settings(TypedDict, total=False):
     max_tool_images: int
     batch_size: int
     replay: str | PathLike[str]
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "sapo", "seq_logp", "clamped_std"]
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "sapo", "luspo", "vespo", "gmpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "seq_logp", "clamped_std"]
+    teacher_model_name_or_path: str | float | bool
+    teacher_model: str | float | bool
+    teacher_coef: float
+    teacher_kl_coef: float
+    ref_model_name_or_path: str | float | bool
+    ref_model: str | float | bool
+    ref_load_in_8bit: bool
+    ref_load_in_4bit: bool
     beta: float
     grpo_beta: float
     grpo_alpha: float
     scale_rewards: Literal["group", "batch", "none"]
-    advantage: Literal["group_std", "batch_std", "group_center", "group_std_clamped"]
+    advantage: Literal["group_std", "batch_std", "group_center", "group_std_clamped", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo_passk"]
     kl: Literal["k3", "k1_seq"]
     use_bias_correction_kl: bool
     router_aux_loss_coef: float
@@ -163,12 +171,18 @@ class Settings(TypedDict, total=False):
     router_z_loss_coef: float
     moe_z_loss_coeff: float
     loss_agg: Literal["seq_mean", "token_mean", "token_mean_local", "constant_length", "token_sum"]
-    importance_sampling_level: Literal["token", "sequence"]
+    importance_sampling_level: Literal["token", "sequence", "sequence_product"]
     epsilon: float
     epsilon_high: float
     delta: float
+    off_policy_mask_threshold: float
+    off_policy_sequence_mask_delta: float
     sapo_temperature_pos: float
     sapo_temperature_neg: float
+    vespo_k_pos: float
+    vespo_lambda_pos: float
+    vespo_k_neg: float
+    vespo_lambda_neg: float
     num_iterations: int
     steps_per_generation: int
     sync_ref_model: bool
