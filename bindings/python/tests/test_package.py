@@ -45,7 +45,7 @@ def test_the_settings_are_those_of_the_pages_and_have_help():
     settings = json.loads(_omnigrpo.schema())["properties"]
     # Words of the command line alone.
     assert paged - set(settings) == {
-        "config", "print_config", "dry_run", "run_dirs", "dataset_format", "gguf_file", "script", "shell", "directory", "checkpoint"
+        "config", "print_config", "dry_run", "run_dirs", "dataset_format", "gguf_file", "script", "shell", "directory", "checkpoint", "reward"
     } and set(settings) <= paged
     text = pydoc.render_doc(omnigrpo.GRPOConfig, renderer=pydoc.plaintext)
     assert all(f"{name}: {about['description']}".split("\n")[0][:60] in text for name, about in settings.items() if "$ref" not in about)
