@@ -331,6 +331,7 @@ impl RewardSet {
 
     /// Asks every program and endpoint to score the completions of one row. Returns the name and the values of each reward; built-in
     /// rewards have none.
+    #[expect(clippy::type_complexity, reason = "names with their scores, taken apart at once")]
     pub fn probe(&self, group: &[RewardInput<'_>]) -> Result<Vec<(&str, Vec<Option<f64>>)>, RewardError> {
         let each = self.rewards.iter().map(|reward| {
             let values = reward.probe(group)?;

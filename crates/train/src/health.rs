@@ -433,8 +433,8 @@ fn hacked(seen: &Seen<'_>) -> Option<String> {
             now.at
         ));
     }
-    let answered = history.evaluations.iter().filter_map(|held| held.accuracy);
-    let (before, after) = (answered.clone().next(), answered.last());
+    let mut answered = history.evaluations.iter().filter_map(|held| held.accuracy);
+    let (before, after) = (answered.clone().next(), answered.next_back());
     if before.zip(after).is_some_and(|(before, after)| after > before) {
         return None;
     }
