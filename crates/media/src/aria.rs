@@ -14,6 +14,7 @@
 
 use rayon::prelude::*;
 
+use crate::tiles::{not_empty, values_of_bytes, wrong_normalisation};
 use crate::{MediaError, Rgb8Image, resize_bicubic};
 
 /// Channels of a pixel: three colours and the mask.
@@ -84,11 +85,8 @@ impl AriaProcessor {
             )
         } else if let Some((height, width)) = self.split.iter().find(too_large) {
             ("split_resolutions", format!("{height}x{width} px"), "sizes of at most 64 pieces of 980 px")
-        } else if !(self.mean.iter().all(|m| m.is_finite())
-            && self.std.iter().all(|s| s.is_finite() && *s > 0.0))
-        {
-            let got = format!("{:?} and {:?}", self.mean, self.std);
-            ("image_mean and image_std", got, "finite numbers, with every std above 0")
+        } else if let Some(wrong) = wrong_normalisation(&self.mean, &self.std) {
+            wrong
         } else {
             return Ok(());
         };
@@ -101,13 +99,7 @@ impl AriaProcessor {
     /// Returns the errors of [`check`](Self::check), and [`MediaError::Shape`] for an empty picture.
     pub fn num_squares(&self, width: u32, height: u32) -> Result<usize, MediaError> {
         self.check()?;
-        if width == 0 || height == 0 {
-            return Err(MediaError::Shape {
-                what: "picture",
-                got: format!("{width}x{height}"),
-                expected: "sides of at least 1".into(),
-            });
-        }
+        not_empty(width, height)?;
         Ok(self.canvas(width, height).map_or(1, |size| self.pieces(size).len()))
     }
 
@@ -182,11 +174,7 @@ impl AriaProcessor {
     }
 
     fn squares(&self, pictures: &[Rgb8Image]) -> Vec<f32> {
-        let table: [[f32; 256]; 3] = std::array::from_fn(|c| {
-            std::array::from_fn(|byte| {
-                ((byte as f64 * (1.0 / 255.0)) as f32 - self.mean[c] as f32) / self.std[c] as f32
-            })
-        });
+        let table = values_of_bytes(&self.mean, &self.std);
         let side = self.side_px as usize;
         let plane = side * side;
         let mut out = vec![0f32; pictures.len() * CHANNELS * plane];

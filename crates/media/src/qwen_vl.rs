@@ -19,6 +19,7 @@ use std::path::Path;
 use rayon::prelude::*;
 use serde::Deserialize;
 
+use crate::tiles::wrong_normalisation;
 use crate::{Limits, MediaError, Rgb8Image, resize_bicubic};
 
 /// Maximum ratio of the longer side to the shorter side.
@@ -334,12 +335,8 @@ impl ImageProcessor {
         } else if !(self.min_pixels <= self.max_pixels && self.max_pixels <= u64::from(u32::MAX)) {
             let got = format!("{} and {}", self.min_pixels, self.max_pixels);
             ("min_pixels and max_pixels", got, "minimum <= maximum < 2^32")
-        } else if !(self.mean.iter().all(|m| m.is_finite()) && self.std.iter().all(|s| positive(*s))) {
-            (
-                "image_mean and image_std",
-                format!("{:?} and {:?}", self.mean, self.std),
-                "finite numbers, with every std above 0",
-            )
+        } else if let Some(wrong) = wrong_normalisation(&self.mean, &self.std) {
+            wrong
         } else if !positive(self.rescale_factor) {
             ("rescale_factor", self.rescale_factor.to_string(), "a number above 0")
         } else {

@@ -9,7 +9,7 @@
 //!
 //! Source: `transformers` 5.23 `models/smolvlm/image_processing_pil_smolvlm.py`, `models/smolvlm/video_processing_smolvlm.py`.
 
-use crate::tiles::normalised;
+use crate::tiles::{normalised, not_empty, wrong_normalisation};
 use crate::{Filter, MediaError, Rgb8Image, resize};
 
 /// Longest edge of any picture, in pixels.
@@ -50,11 +50,8 @@ impl SmolVlmProcessor {
         } else if self.longest_px.min(MOST_PX) / self.side_px > 64 {
             let got = format!("tiles of {} px, edges of {} px", self.side_px, self.longest_px);
             ("side of a tile", got, "at most 64 tiles along an edge")
-        } else if !(self.mean.iter().all(|m| m.is_finite())
-            && self.std.iter().all(|s| s.is_finite() && *s > 0.0))
-        {
-            let got = format!("{:?} and {:?}", self.mean, self.std);
-            ("image_mean and image_std", got, "finite numbers, with every std above 0")
+        } else if let Some(wrong) = wrong_normalisation(&self.mean, &self.std) {
+            wrong
         } else {
             return Ok(());
         };
@@ -72,13 +69,7 @@ impl SmolVlmProcessor {
     /// Returns width and height of a picture after the first step, and the arrangement of its tiles.
     fn sizes(&self, width: u32, height: u32) -> Result<((u32, u32), Arrangement), MediaError> {
         self.check()?;
-        if width == 0 || height == 0 {
-            return Err(MediaError::Shape {
-                what: "picture",
-                got: format!("{width}x{height}"),
-                expected: "sides of at least 1".into(),
-            });
-        }
+        not_empty(width, height)?;
         let most = self.max_tiles.filter(|_| self.split).unwrap_or(u32::MAX);
         let mut longest = self.longest_px;
         loop {

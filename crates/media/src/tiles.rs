@@ -72,6 +72,32 @@ pub fn tile_grid(width: u32, height: u32, side_px: u32, min_tiles: u32, max_tile
     best
 }
 
+/// Returns name, value and expectation of a normalisation that is not usable.
+pub(crate) fn wrong_normalisation(
+    mean: &[f64; 3],
+    std: &[f64; 3],
+) -> Option<(&'static str, String, &'static str)> {
+    let usable = mean.iter().all(|m| m.is_finite()) && std.iter().all(|s| s.is_finite() && *s > 0.0);
+    let wrong = (
+        "image_mean and image_std",
+        format!("{mean:?} and {std:?}"),
+        "finite numbers, with every std above 0",
+    );
+    (!usable).then_some(wrong)
+}
+
+/// Checks that a picture has an area.
+pub(crate) fn not_empty(width: u32, height: u32) -> Result<(), MediaError> {
+    if width > 0 && height > 0 {
+        return Ok(());
+    }
+    Err(MediaError::Shape {
+        what: "picture",
+        got: format!("{width}x{height}"),
+        expected: "sides of at least 1".into(),
+    })
+}
+
 impl TileProcessor {
     /// Checks the settings.
     ///
@@ -83,14 +109,8 @@ impl TileProcessor {
         } else if !(1..=self.max_tiles).contains(&self.min_tiles) || self.max_tiles > MOST_TILES {
             let got = format!("{} to {}", self.min_tiles, self.max_tiles);
             ("number of tiles", got, "1 <= minimum <= maximum <= 1024")
-        } else if !(self.mean.iter().all(|m| m.is_finite())
-            && self.std.iter().all(|s| s.is_finite() && *s > 0.0))
-        {
-            (
-                "image_mean and image_std",
-                format!("{:?} and {:?}", self.mean, self.std),
-                "finite numbers, with every std above 0",
-            )
+        } else if let Some(wrong) = wrong_normalisation(&self.mean, &self.std) {
+            wrong
         } else {
             return Ok(());
         };
@@ -109,13 +129,7 @@ impl TileProcessor {
 
     fn grid(&self, width: u32, height: u32) -> Result<(u32, u32), MediaError> {
         self.check()?;
-        if width == 0 || height == 0 {
-            return Err(MediaError::Shape {
-                what: "picture",
-                got: format!("{width}x{height}"),
-                expected: "sides of at least 1".into(),
-            });
-        }
+        not_empty(width, height)?;
         Ok(tile_grid(width, height, self.side_px, self.min_tiles, self.max_tiles))
     }
 
@@ -153,15 +167,20 @@ impl TileProcessor {
     }
 }
 
+/// Returns the normalised value of each byte in each channel.
+pub(crate) fn values_of_bytes(mean: &[f64; 3], std: &[f64; 3]) -> [[f32; 256]; 3] {
+    std::array::from_fn(|c| {
+        std::array::from_fn(|byte| ((byte as f64 * (1.0 / 255.0)) as f32 - mean[c] as f32) / std[c] as f32)
+    })
+}
+
 /// Returns squares of pictures as planes of normalised values. Each square is given by its picture and its upper left corner.
 pub(crate) fn normalised(
     places: &[(&Rgb8Image, u32, u32)],
     side_px: u32,
     [mean, std]: [[f64; 3]; 2],
 ) -> Vec<f32> {
-    let table: [[f32; 256]; 3] = std::array::from_fn(|c| {
-        std::array::from_fn(|byte| ((byte as f64 * (1.0 / 255.0)) as f32 - mean[c] as f32) / std[c] as f32)
-    });
+    let table = values_of_bytes(&mean, &std);
     let side = side_px as usize;
     let plane = side * side;
     let mut out = vec![0f32; places.len() * 3 * plane];

@@ -1917,6 +1917,10 @@ fn a_teacher_scores_every_token() {
         "--teacher_model_name_or_path swapped",
         &["has other tokens than the policy", "\"b\" with the number", "\"a\""],
     );
+    refused(
+        &format!("--teacher_model_name_or_path {teacher} --ref_load_in_8bit true --ref_load_in_4bit true"),
+        &["`ref_load_in_8bit` and `ref_load_in_4bit` both true"],
+    );
     refused("--teacher_coef 2", &["teacher_coef", "there is no teacher"]);
     refused(
         &format!("--teacher_model_name_or_path {teacher} --beta 0.1"),
@@ -1926,4 +1930,44 @@ fn a_teacher_scores_every_token() {
         &format!("--teacher_model_name_or_path {teacher} --loss_type gmpo"),
         &["teacher_coef", "one advantage per completion"],
     );
+}
+
+/// Rewards are tried before a run: on the solution itself and on texts that are wrong, on samples of a model, and on recorded completions.
+#[test]
+fn rewards_are_tried_before_a_run() {
+    let place = Place::new();
+    let rows = [("a", "What is 2+3?", "<answer>5</answer>"), ("b", "What is 2+5?", "<answer>7</answer>")]
+        .map(|(id, problem, solution)| json!({ "id": id, "problem": problem, "solution": solution }));
+    place.write("two.jsonl", rows.clone().map(|row| format!("{row}\n")).concat());
+    let made_up = place.run("rewards try accuracy format --train_file two.jsonl --num_rows 1").ok().stdout;
+    let want = [
+        "row a: What is 2+3?",
+        "accuracy 1, format 1, total 2  the solution in tags: <think></think><answer>5</answer>",
+        "accuracy 1, format 0, total 1  the solution alone: 5",
+        "accuracy 0, format 0, total 0  an empty text:",
+        "accuracy 0, format 1, total 1  the solution of another row: <think></think><answer>7</answer>",
+        "accuracy: from 0 to 1 over 4 completions; 1 of 1 rows vary",
+    ];
+    for line in want {
+        assert!(made_up.contains(line), "{line}\n{made_up}");
+    }
+    assert!(!made_up.contains("row b"), "{made_up}");
+
+    let model = golden("checkpoints/qwen2").display().to_string();
+    let line = format!(
+        "rewards try accuracy --train_file two.jsonl --model_name_or_path {model} --max_completion_length 4"
+    );
+    let sampled = place.run(&line).ok().stdout;
+    assert_eq!(sampled.lines().filter(|line| line.starts_with("  accuracy 0  ")).count(), 16, "{sampled}");
+    assert!(
+        sampled.contains("accuracy: 0 for all 16 completions. Training learns nothing from equal rewards"),
+        "{sampled}"
+    );
+
+    let mut recorded = rows[0].clone();
+    recorded["completions"] = json!([{ "text": "<answer>5</answer>" }, { "text": "6" }]);
+    place.write("recorded.jsonl", recorded.to_string());
+    let scored = place.run("rewards try accuracy --input recorded.jsonl").ok().stdout;
+    assert!(scored.contains("  accuracy 1  <answer>5</answer>\n  accuracy 0  6\n"), "{scored}");
+    place.run("rewards try accuracy").fails(2, &["no rows to try the rewards on", "--train_file rows.jsonl"]);
 }

@@ -217,11 +217,17 @@ const RULES: &[Rule] = &[
         })
     }),
     rule(|s| {
-        when(s.model.load_in_8bit && s.model.load_in_4bit, || {
-            Problem::usage("weights cannot have both 8 and 4 bits")
-                .got("`load_in_8bit` and `load_in_4bit` both true")
-                .expected("one of them")
-        })
+        let both = |eight: bool, four: bool, of: &str| {
+            when(eight && four, || {
+                Problem::usage("weights cannot have both 8 and 4 bits")
+                    .got(format!("`{of}load_in_8bit` and `{of}load_in_4bit` both true"))
+                    .expected("one of them")
+            })
+        };
+        let model = &s.model;
+        let mut wrong = both(model.load_in_8bit, model.load_in_4bit, "");
+        wrong.extend(both(model.ref_load_in_8bit, model.ref_load_in_4bit, "ref_"));
+        wrong
     }),
     rule_in(&[Train, Sft], |s| {
         when((s.model.load_in_8bit || s.model.load_in_4bit) && !s.model.use_peft, || {

@@ -26,7 +26,8 @@ pub struct Rule {
     pub doc: &'static str,
     /// Condition as a formula, with the symbols of the reference documentation.
     pub formula: &'static str,
-    /// Number of steps that the rule reads. The problem ends after the same number of steps without it.
+    /// Number of steps that the rule reads; 1 if it reads all steps since the first one. The problem ends after the same number of steps
+    /// without it.
     pub window: usize,
     /// First setting to change.
     pub setting: Setting,
@@ -36,6 +37,8 @@ pub struct Rule {
     pub collapse: bool,
     /// True if the rule finds no problem, but the aim of the run.
     pub good: bool,
+    /// True if the rule judges by rewards, so that it is silent for a policy with a teacher.
+    by_rewards: bool,
     /// True if later rules would only report consequences of this problem.
     explains: bool,
     sign: fn(&Seen<'_>) -> Option<String>,
@@ -58,6 +61,7 @@ pub const RULES: &[Rule] = &[
         },
         collapse: false,
         good: false,
+        by_rewards: false,
         explains: false,
         sign: |seen| {
             let gap = seen.median(|step| step.gap)?;
@@ -85,6 +89,7 @@ pub const RULES: &[Rule] = &[
         },
         collapse: false,
         good: false,
+        by_rewards: true,
         explains: true,
         sign: dead_reward,
     },
@@ -99,6 +104,7 @@ pub const RULES: &[Rule] = &[
         advice: || format!("Lower {LEARNING_RATE}, or raise {BETA}"),
         collapse: true,
         good: false,
+        by_rewards: false,
         explains: true,
         sign: ran_away,
     },
@@ -116,6 +122,7 @@ pub const RULES: &[Rule] = &[
         },
         collapse: false,
         good: false,
+        by_rewards: false,
         explains: true,
         sign: |seen| {
             let share = seen.mean(|step| step.cut_off)?;
@@ -144,6 +151,7 @@ pub const RULES: &[Rule] = &[
         },
         collapse: false,
         good: true,
+        by_rewards: true,
         explains: true,
         sign: |seen| {
             let reward = seen.alike(0.999)?;
@@ -167,6 +175,7 @@ pub const RULES: &[Rule] = &[
         },
         collapse: false,
         good: false,
+        by_rewards: true,
         explains: true,
         sign: |seen| {
             let reward = seen.alike(0.999)?;
@@ -189,6 +198,7 @@ pub const RULES: &[Rule] = &[
         },
         collapse: false,
         good: false,
+        by_rewards: true,
         explains: false,
         sign: never_fires,
     },
@@ -208,6 +218,7 @@ pub const RULES: &[Rule] = &[
         },
         collapse: true,
         good: false,
+        by_rewards: false,
         explains: true,
         sign: |seen| {
             let entropy = seen.mean(|step| step.entropy)?;
@@ -234,6 +245,7 @@ pub const RULES: &[Rule] = &[
         },
         collapse: false,
         good: false,
+        by_rewards: true,
         explains: true,
         sign: |seen| {
             let reward = seen.alike(0.9).and(seen.median(|step| step.reward))?;
@@ -263,6 +275,7 @@ pub const RULES: &[Rule] = &[
         },
         collapse: false,
         good: false,
+        by_rewards: true,
         explains: false,
         sign: hacked,
     },
@@ -282,6 +295,7 @@ pub const RULES: &[Rule] = &[
         },
         collapse: false,
         good: false,
+        by_rewards: true,
         explains: true,
         sign: format_only,
     },
@@ -301,6 +315,7 @@ pub const RULES: &[Rule] = &[
         },
         collapse: false,
         good: false,
+        by_rewards: true,
         explains: false,
         sign: |seen| {
             let kl = seen.median(|step| step.kl);
@@ -331,6 +346,7 @@ pub const RULES: &[Rule] = &[
         },
         collapse: false,
         good: false,
+        by_rewards: true,
         explains: false,
         sign: |seen| {
             let kl = seen.median(|step| step.kl).filter(|&kl| kl >= HARDLY_MOVED)?;
@@ -520,19 +536,6 @@ pub struct Aims {
     /// True if a teacher trains the policy, with rewards or without. Nothing follows from rewards alone then.
     pub taught: bool,
 }
-
-/// Rules that judge by rewards.
-const BY_REWARDS: &[&str] = &[
-    "dead_reward",
-    "solved",
-    "hopeless",
-    "reward_never_fires",
-    "no_variance",
-    "hacked",
-    "format_only",
-    "flat",
-    "flat_reward",
-];
 
 impl Aims {
     /// Returns true if the rewards state their best value.
@@ -928,7 +931,7 @@ impl Health {
                 continue;
             }
             explained = rule.explains && lasting.is_some();
-            if !applies(rule) || self.aims.taught && BY_REWARDS.contains(&rule.name) {
+            if !applies(rule) || self.aims.taught && rule.by_rewards {
                 continue;
             }
             let sign = self.last.len().checked_sub(rule.window).and_then(|from| {
@@ -947,7 +950,8 @@ impl Health {
             };
             match (lasting.as_mut(), sign) {
                 (None, Some(sign)) => {
-                    let since = (step + 1).saturating_sub(rule.window as u64);
+                    let since =
+                        if rule.window == 1 { 1 } else { (step + 1).saturating_sub(rule.window as u64) };
                     let (title, advice) = (rule.title.to_owned(), (rule.advice)());
                     let text = format!("{title} (steps {since} to {step}): {sign}. {advice}");
                     let what = sign;
@@ -1000,7 +1004,6 @@ mod tests {
 
     #[test]
     fn rules_name_their_setting_and_no_name_comes_twice() {
-        assert!(BY_REWARDS.iter().all(|name| RULES.iter().any(|rule| rule.name == *name)));
         for (at, rule) in RULES.iter().enumerate() {
             assert!((rule.advice)().contains(&rule.setting.to_string()), "{}", rule.name);
             assert!(

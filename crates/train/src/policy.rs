@@ -76,8 +76,8 @@ impl ModelPlan {
         Ok(model)
     }
 
-    /// Loads the model for short commands that do not change it. Weights stay in their files if possible: during a long run, a
-    /// file could change unnoticed.
+    /// Loads the model to be read. Weights stay in their files if possible. A long run has to ask [`Model::files_unchanged`] before it uses
+    /// what it computed, since a file could change.
     ///
     /// # Errors
     /// Returns the errors of [`Self::load`].

@@ -24,7 +24,9 @@ pub(crate) struct Course {
     file: u64,
     next: u64,
     /// Step and mean reward of each update.
-    pub(crate) rewards: Vec<(u64, f64)>,
+    rewards: Vec<(u64, f64)>,
+    /// Step and mean of the first reward function of each update.
+    first_reward: Vec<(u64, f64)>,
     /// Number of completions of all steps; 0 if it is not recorded.
     pub(crate) completions: f64,
     /// Smallest and largest value of each reward function over all steps.
@@ -39,7 +41,7 @@ impl Followed for Course {
     const MOST: usize = 64 << 20;
 
     fn size(&self) -> usize {
-        16 * self.rewards.len() + 4096 * self.evaluations.len()
+        16 * (self.rewards.len() + self.first_reward.len()) + 4096 * self.evaluations.len()
     }
 
     fn read(&mut self, run: &Run) -> Result<(), Error> {
@@ -65,6 +67,17 @@ impl Followed for Course {
 }
 
 impl Course {
+    /// Returns the step and the mean reward of each update. If all are 0, as with a teacher and rewards of weight 0, the first reward
+    /// function stands for the total.
+    pub(crate) fn rewards(&self) -> &[(u64, f64)] {
+        let is_zero = self.rewards.iter().all(|(_, reward)| *reward == 0.0);
+        if is_zero && self.first_reward.len() == self.rewards.len() {
+            &self.first_reward
+        } else {
+            &self.rewards
+        }
+    }
+
     fn add(&mut self, mut row: Map<String, Value>) {
         let Some(step) = row.get("step").and_then(Value::as_u64) else { return };
         if row.contains_key("eval_rows") {
@@ -76,6 +89,9 @@ impl Course {
         let number = |name: &str| row.get(name).and_then(Value::as_f64);
         let Some(reward) = number("reward").filter(|_| self.rewards.len() < MAX_STEPS) else { return };
         self.rewards.push((step, reward));
+        let is_mean = |name: &str| name.starts_with("rewards/") && name.ends_with("/mean");
+        let mut means = row.iter().filter(|(name, _)| is_mean(name)).filter_map(|(_, value)| value.as_f64());
+        self.first_reward.extend(means.next().map(|mean| (step, mean)));
         self.completions += number("completions/count").unwrap_or(0.0);
         for (name, value) in &row {
             let reward = name.strip_prefix("rewards/").and_then(|name| name.strip_suffix("/min"));

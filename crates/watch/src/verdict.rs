@@ -231,7 +231,7 @@ impl Judged<'_> {
         let (course, happened) = (self.course, self.happened);
         let results = self.held_out().or_else(|| self.trained());
         let change = results.as_ref().map(Results::change);
-        let nothing_new_from = nothing_new_from(&course.rewards);
+        let nothing_new_from = nothing_new_from(course.rewards());
         let state = self.state();
         let is_solved = happened.lasting.iter().any(|own| own.good);
         let problem = happened.lasting.iter().find(|own| !own.good && is_grave(&own.rule, change));
@@ -280,7 +280,7 @@ impl Judged<'_> {
             }
             (None, results, _) => {
                 let told = results.as_ref().map(|own| format!(": {}", own.told())).unwrap_or_default();
-                let sentence = match (goes_on, course.rewards.len()) {
+                let sentence = match (goes_on, course.rewards().len()) {
                     (_, 0) => "Too early to say: no step with rewards is complete.".to_owned(),
                     (true, _) => format!("Too early to say after step {}{told}.", course.step),
                     (false, steps) => format!("Too few steps to judge: {steps}."),
@@ -366,12 +366,20 @@ impl Judged<'_> {
         }
         let both = |name: &str| first.1.contains_key(name) && last.1.contains_key(name);
         let measure = if both("eval_accuracy") { Measure::Accuracy } else { Measure::Reward };
-        let mut is_share = true;
+        let is_zero = |all: &serde_json::Map<String, Value>| {
+            all.get("eval_reward").and_then(Value::as_f64) == Some(0.0)
+        };
+        let by_name =
+            |name: &&String| name.starts_with("eval_rewards/") && name.ends_with("/mean") && both(name);
+        // With rewards of weight 0, beside a teacher, the first one stands for the total.
+        let named = first.1.keys().find(by_name).filter(|_| is_zero(&first.1) && is_zero(&last.1));
+        let mut is_share = named.is_none();
         let mut measured = |(step, metrics): &(u64, serde_json::Map<String, Value>)| {
             let number = |name: &str| metrics.get(name).and_then(Value::as_f64);
             let intervals = Intervals::of(self.run, *step);
             let (value, interval) = match measure {
                 Measure::Accuracy => (number("eval_accuracy")?, intervals.accuracy_interval),
+                _ if named.is_some() => (number(named?)?, None),
                 _ => {
                     is_share &= intervals.reward_is_share;
                     (number("eval_reward")?, intervals.reward_interval)
@@ -385,7 +393,7 @@ impl Judged<'_> {
 
     /// Returns the mean rewards of the first and the last steps.
     fn trained(&self) -> Option<Results> {
-        let rewards = &self.course.rewards;
+        let rewards = self.course.rewards();
         let span = (rewards.len() / 3).min(SPAN);
         if rewards.len() < FEWEST_STEPS || span < 2 {
             return None;
@@ -528,20 +536,8 @@ fn likeness(completion: &str, solution: &str) -> f64 {
         inside.trim().chars().take(SHOWN_CHARS).collect::<String>().to_lowercase()
     };
     let (a, b) = (answer(completion), answer(solution));
-    if a == b {
-        return 1.0;
-    }
-    let pairs = |text: &str| {
-        let letters: Vec<char> = std::iter::once(' ').chain(text.chars()).chain([' ']).collect();
-        letters.windows(2).map(|pair| (pair[0], pair[1])).collect::<Vec<_>>()
-    };
-    let (a, mut b) = (pairs(&a), pairs(&b));
-    let all = (a.len() + b.len()) as f64;
-    let common = a
-        .iter()
-        .filter(|pair| b.iter().position(|other| other == *pair).map(|at| b.swap_remove(at)).is_some());
     // Equal answers are nearer than any others.
-    0.99 * 2.0 * common.count() as f64 / all
+    if a == b { 1.0 } else { 0.99 * strsim::sorensen_dice(&a, &b) }
 }
 
 fn cut(text: &str) -> String {
@@ -563,14 +559,9 @@ fn thousands(number: f64) -> String {
     out
 }
 
-/// Returns a word of a command as a shell reads it.
+/// Returns a word of a command as a shell reads it. A word with a zero byte, which no command can have, becomes empty.
 fn quoted(word: &str) -> String {
-    let is_plain = |c: char| c.is_alphanumeric() || "-_./:=@%+,".contains(c);
-    if !word.is_empty() && word.chars().all(is_plain) {
-        word.to_owned()
-    } else {
-        format!("'{}'", word.replace('\'', "'\\''"))
-    }
+    shlex::try_quote(word).map_or_else(|_| "''".to_owned(), std::borrow::Cow::into_owned)
 }
 
 impl std::fmt::Display for Verdict {
@@ -731,6 +722,33 @@ mod tests {
     }
 
     #[test]
+    fn with_rewards_of_weight_0_the_first_of_them_is_the_result() {
+        let directory = run([0.0; 0], &[], &[Event::Finished]);
+        let evaluation = |step: u64, exact: f64| json!({ "step": step, "eval_rows": 180.0, "eval_reward": 0.0, "eval_rewards/exact/mean": exact });
+        let steps: Vec<Value> = (1..=60)
+            .map(|step| {
+                let exact = (0.02 * f64::from(step)).min(0.7);
+                json!({ "step": step, "reward": 0.0, "rewards/exact/mean": exact, "rewards/exact/std": 0.1 })
+            })
+            .collect();
+        let write = |rows: Vec<Value>| {
+            let text: String = rows.iter().map(|row| format!("{row}\n")).collect();
+            fs::write(directory.path().join("metrics.jsonl"), text).unwrap();
+            verdict(directory.path()).unwrap()
+        };
+        let trained = write(steps.clone());
+        assert_eq!((trained.kind, trained.measure), (Kind::Learned, Some(Measure::TrainingReward)));
+        let held_out = write([vec![evaluation(0, 0.31)], steps, vec![evaluation(60, 0.74)]].concat());
+        assert_eq!(held_out.kind, Kind::Learned);
+        assert!(
+            held_out.sentence.starts_with("Learned: held-out reward 0.31 → 0.74, nothing new from"),
+            "{held_out}"
+        );
+        let constant = write(vec![evaluation(0, 0.31), evaluation(60, 0.31)]);
+        assert_eq!(constant.kind, Kind::NotLearned);
+    }
+
+    #[test]
     fn a_dead_reward_is_shown_with_the_nearest_completion_and_a_command() {
         let directory = run([0.0; 40], &[], &[problem("dead_reward"), Event::Finished]);
         let root = directory.path();
@@ -772,7 +790,9 @@ mod tests {
             (thousands(2560.0), thousands(999.0), thousands(1_234_567.0)),
             ("2,560".into(), "999".into(), "1,234,567".into())
         );
-        assert_eq!((quoted("a b'c"), quoted("rew.py:f")), ("'a b'\\''c'".to_owned(), "rew.py:f".to_owned()));
+        for word in ["a b'c", "rew.py:f", "$(x) \"y\"", ""] {
+            assert_eq!(shlex::split(&quoted(word)), Some(vec![word.to_owned()]));
+        }
     }
 
     #[test]

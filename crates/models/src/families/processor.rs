@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use omnigrpo_data::{MediumInfo, MediumRef};
-use omnigrpo_text::{ChatTemplate, MediumKind, MediumTokens, Span, Turn};
+use omnigrpo_text::{ChatTemplate, MediumKind, MediumTokens, Span, TemplateOrigin, Turn};
 
 use super::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape};
 use crate::decoder::Position;
@@ -147,5 +147,22 @@ pub trait Processor: Send + Sync {
     /// does not have ends it as a string.
     fn stop_tokens(&self) -> &'static [&'static str] {
         &[]
+    }
+}
+
+/// Returns the chat template of a checkpoint as the family changes it, or `own` if the checkpoint has none. `changed` returns `None` to keep
+/// a template.
+pub(super) fn chat_template(
+    dir: &Path,
+    own: &str,
+    changed: impl FnOnce(&str) -> Option<String>,
+) -> Result<ChatTemplate> {
+    let template = ChatTemplate::from_dir(dir)?;
+    if template.origin() == TemplateOrigin::BuiltIn {
+        return Ok(ChatTemplate::from_source(own)?);
+    }
+    match changed(template.source()).filter(|source| source != template.source()) {
+        Some(source) => Ok(ChatTemplate::from_source(&source)?),
+        None => Ok(template),
     }
 }

@@ -59,11 +59,7 @@ class Run {
     this.metrics = metrics;
     if (!this.shown) return false;
     let news = false;
-    // The verdict of a live run is asked for with its new rows, not more often than a long run's curves.
-    const judged = `${metrics.id} ${metrics.bytes} ${metrics.events}`;
-    if (judged !== this.judged && (metrics.done || metrics.events !== this.known || !(Date.now() - this.judgedAt < LONG_EVERY_MS))) {
-      Object.assign(this, { verdict: await apiJson('verdict', { run: this.at }), judged, judgedAt: Date.now() });
-    }
+    this.judge(metrics);
     if (metrics.events !== this.known) {
       this.events = await apiJson('marks', { run: this.at });
       this.known = metrics.events;
@@ -82,6 +78,14 @@ class Run {
     }
     Object.assign(this, { bytes: wanted, fetched: Date.now(), loaded: true });
     return true;
+  }
+
+  /// Asks for the verdict if there is news; of a live run not more often than for a long run's curves. Nothing waits for it.
+  judge(metrics) {
+    const judged = `${metrics.id} ${metrics.bytes} ${metrics.events}`;
+    if (judged === this.judged || !(metrics.done || metrics.events !== this.known || !(Date.now() - this.judgedAt < LONG_EVERY_MS))) return;
+    Object.assign(this, { judged, judgedAt: Date.now() });
+    apiJson('verdict', { run: this.at }).then((verdict) => { this.verdict = verdict; notify(); }, () => { this.judged = null; });
   }
 
   get last() { return this.rows ? { ...this.latest, step: this.thinned ? this.latest.step : this.steps.x.at(-1) } : undefined; }

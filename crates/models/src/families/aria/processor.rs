@@ -4,12 +4,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 use omnigrpo_data::{MediumInfo, MediumRef};
-use omnigrpo_text::{ChatTemplate, Form, MediumKind, MediumSegment, MediumTokens, TemplateOrigin};
+use omnigrpo_text::{ChatTemplate, Form, MediumKind, MediumSegment, MediumTokens};
 
 use super::{AriaConfig, media};
 use crate::error::{IMAGE_MAX_PIXELS, MAX_TILES, ModelError, Result, VIDEO_MAX_FRAMES, VIDEO_NFRAMES};
 use crate::families::reader::Reader;
-use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor, reader};
+use crate::families::{
+    IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor, processor, reader,
+};
 
 /// Text that a template writes for a picture.
 const MARKER: &str = "<|img|>";
@@ -70,18 +72,13 @@ impl Processor for AriaPrompts {
     /// Reads the chat template. The published template supports only images and writes nothing for a video. It is changed to
     /// write the same text for a video as for an image.
     fn chat_template(&self, dir: &Path) -> Result<ChatTemplate> {
-        let template = ChatTemplate::from_dir(dir)?;
-        if template.origin() == TemplateOrigin::BuiltIn {
-            return Ok(ChatTemplate::from_source(TEMPLATE)?);
-        }
-        let both = ["'", "\""].iter().fold(template.source().to_owned(), |source, quote| {
-            let images = format!("['type'] == {quote}image{quote}");
-            source.replace(&images, "['type'] in ['image', 'video']")
-        });
-        match template.source().contains("video") || both == template.source() {
-            true => Ok(template),
-            false => Ok(ChatTemplate::from_source(&both)?),
-        }
+        processor::chat_template(dir, TEMPLATE, |source| {
+            let both = ["'", "\""].iter().fold(source.to_owned(), |source, quote| {
+                let images = format!("['type'] == {quote}image{quote}");
+                source.replace(&images, "['type'] in ['image', 'video']")
+            });
+            (!source.contains("video")).then_some(both)
+        })
     }
 
     /// Returns the end of a turn, which is ordinary text in published vocabularies and stops as a string.

@@ -4,12 +4,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 use omnigrpo_data::{MediumInfo, MediumRef};
-use omnigrpo_text::{ChatTemplate, Form, MediumKind, MediumSegment, MediumTokens, TemplateOrigin};
+use omnigrpo_text::{ChatTemplate, Form, MediumKind, MediumSegment, MediumTokens};
 
 use super::{CLOSE, InternVl, OPEN, media, template};
 use crate::error::{MAX_TILES, Result, VIDEO_MAX_FRAMES, VIDEO_NFRAMES};
 use crate::families::reader::Reader;
-use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor, reader};
+use crate::families::{
+    IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor, processor, reader,
+};
 
 pub(super) struct InternVlProcessor {
     pub(super) model: Arc<InternVl>,
@@ -73,11 +75,7 @@ impl Processor for InternVlProcessor {
         if let Some(source) = &self.model.config.template {
             return Ok(ChatTemplate::from_source(source)?);
         }
-        let template = ChatTemplate::from_dir(dir)?;
-        if template.origin() == TemplateOrigin::BuiltIn {
-            return Ok(ChatTemplate::from_source(template::HF)?);
-        }
-        Ok(template)
+        processor::chat_template(dir, template::HF, |_| None)
     }
 
     fn stop_tokens(&self) -> &'static [&'static str] {

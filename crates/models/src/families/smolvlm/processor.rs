@@ -4,12 +4,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 use omnigrpo_data::{MediumInfo, MediumRef};
-use omnigrpo_text::{ChatTemplate, MediumKind, MediumSegment, MediumTokens, TemplateOrigin};
+use omnigrpo_text::{ChatTemplate, MediumKind, MediumSegment, MediumTokens};
 
 use super::{SmolVlmConfig, media};
 use crate::error::{MAX_TILES, ModelError, Result, VIDEO_MAX_FRAMES, VIDEO_NFRAMES};
 use crate::families::reader::Reader;
-use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor, reader};
+use crate::families::{
+    IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor, processor, reader,
+};
 
 /// Tag on both sides of every run of features.
 const FAKE: &str = "<fake_token_around_image>";
@@ -126,17 +128,11 @@ impl Processor for SmolVlmPrompts {
     /// Reads the chat template. The published template writes nothing for a video. It is changed to write its marker, as the
     /// template does that `transformers` takes for videos.
     fn chat_template(&self, dir: &Path) -> Result<ChatTemplate> {
-        let template = ChatTemplate::from_dir(dir)?;
-        if template.origin() == TemplateOrigin::BuiltIn {
-            return Ok(ChatTemplate::from_source(TEMPLATE)?);
-        }
-        let image = "{{ '<image>' }}";
-        let both = format!("{image}{{% elif line['type'] == 'video' %}}{{{{ '<video>' }}}}");
-        let source = template.source();
-        match !self.config.videos || source.contains("video") || !source.contains(image) {
-            true => Ok(template),
-            false => Ok(ChatTemplate::from_source(&source.replace(image, &both))?),
-        }
+        processor::chat_template(dir, TEMPLATE, |source| {
+            let image = "{{ '<image>' }}";
+            let both = format!("{image}{{% elif line['type'] == 'video' %}}{{{{ '<video>' }}}}");
+            (self.config.videos && !source.contains("video")).then(|| source.replace(image, &both))
+        })
     }
 
     fn stop_tokens(&self) -> &'static [&'static str] {
