@@ -14,7 +14,7 @@ use omnigrpo_models::{
 use omnigrpo_ops::Part;
 use omnigrpo_testkit::rows::{INTERNVL, builder, check_plans, dataset, prompt};
 use omnigrpo_testkit::{
-    Golden, assert_close, causal_logits, check_gradients, checkpoint, copy_dir, golden, max_diff,
+    Golden, assert_close, check_forward, check_gradients, checkpoint, copy_dir, golden, in_order, max_diff,
     take_gradients, train_all, training, weight_bits,
 };
 use serde_json::json;
@@ -39,13 +39,6 @@ fn expected(name: &str, case: &str) -> Golden {
 
 fn features(model: &Model, prompt: &Prompt) -> Vec<Features> {
     model.encode_prompt(prompt).unwrap()
-}
-
-/// Media of a prompt in the order they stand in it.
-fn in_order(prompt: &Prompt) -> Vec<usize> {
-    let mut order: Vec<usize> = prompt.spans.iter().map(|s| s.medium).collect();
-    order.dedup();
-    order
 }
 
 fn logprobs(model: &Model, prompt: &Prompt, completion: &[u32]) -> Vec<f32> {
@@ -104,29 +97,9 @@ fn features_logits_and_logprobs_equal_the_reference() {
     for (name, case) in cases() {
         let model = load(name);
         let (want, inputs) = (expected(name, &case), inputs(&case));
-        let mut prompt = prompt(&checkpoint(name), &case);
-        let made = features(&model, &prompt);
-        if let Some(want) = want.f.get("features") {
-            let got: Vec<f32> = in_order(&prompt).iter().flat_map(|&m| made[m].rows.to_vec()).collect();
-            let d = max_diff(&got, want);
-            assert!(d <= 1e-4, "{name} {case}: features differ by {d}");
-        }
+        let prompt = prompt(&checkpoint(name), &case);
         let completion = inputs.ids("completion_ids");
-        let d = max_diff(&logprobs(&model, &prompt, &completion), &want.f["logp"]);
-        assert!(d <= 1e-4, "{name} {case}: log-probabilities differ by {d}");
-
-        // The rows that score the completion.
-        let first = prompt.ids.len() - 1;
-        for &id in &completion[..completion.len() - 1] {
-            prompt.ids.push(id);
-            prompt.positions.push([prompt.next_position; 3]);
-            prompt.next_position += 1;
-        }
-        let x = model.embed_prompt(&prompt, &made).unwrap();
-        let rows: Vec<usize> = (first..first + completion.len()).collect();
-        let logits = causal_logits(&model, x, &prompt.positions, &rows);
-        let d = max_diff(&logits, &want.f["logits"]);
-        assert!(d <= 1e-4, "{name} {case}: logits differ by {d}");
+        check_forward(&format!("{name} {case}"), &model, prompt, &completion, &want);
     }
 }
 

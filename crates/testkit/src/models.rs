@@ -309,6 +309,39 @@ pub fn causal_logits(model: &Model, x: DecoderInput, positions: &[Position], row
     decoder.logits(hidden.rows()).unwrap().to_vec()
 }
 
+/// Media of a prompt in the order they stand in it.
+pub fn in_order(prompt: &Prompt) -> Vec<usize> {
+    let mut order: Vec<usize> = prompt.spans.iter().map(|s| s.medium).collect();
+    order.dedup();
+    order
+}
+
+/// Checks a forward pass against golden results: features of the media if they are given, log-probabilities of the completion, and logits
+/// of the rows that score it.
+pub fn check_forward(what: &str, model: &Model, mut prompt: Prompt, completion: &[u32], want: &Golden) {
+    let features = model.encode_prompt(&prompt).unwrap();
+    if let Some(want) = want.f.get("features") {
+        let got: Vec<f32> = in_order(&prompt).iter().flat_map(|&m| features[m].rows.to_vec()).collect();
+        let d = max_diff(&got, want);
+        assert!(d <= 1e-4, "{what}: features differ by {d}");
+    }
+    let stream =
+        PackedStream::new(&[GroupStream { prompt: &prompt, completions: vec![completion] }]).unwrap();
+    let logp = model.score(&stream, std::slice::from_ref(&features), 1.0).unwrap().0;
+    let d = max_diff(&logp, &want.f["logp"]);
+    assert!(d <= 1e-4, "{what}: log-probabilities differ by {d}");
+    let first = prompt.ids.len() - 1;
+    for &id in &completion[..completion.len() - 1] {
+        prompt.ids.push(id);
+        prompt.positions.push([prompt.next_position; 3]);
+        prompt.next_position += 1;
+    }
+    let x = model.embed_prompt(&prompt, &features).unwrap();
+    let rows: Vec<usize> = (first..first + completion.len()).collect();
+    let d = max_diff(&causal_logits(model, x, &prompt.positions, &rows), &want.f["logits"]);
+    assert!(d <= 1e-4, "{what}: logits differ by {d}");
+}
+
 /// Gradients by name; weights that nothing reached are left out.
 pub type Gradients = BTreeMap<String, Vec<f32>>;
 

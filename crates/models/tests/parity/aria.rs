@@ -6,7 +6,7 @@ use std::path::Path;
 use omnigrpo_media::aria::AriaProcessor;
 use omnigrpo_media::{Limits as MediaLimits, Orientation, load_image};
 use omnigrpo_models::{
-    Arithmetic, Checkpoint, Features, GroupStream, LoadOptions, MediaSettings, MediumShape, Memories, Model,
+    Arithmetic, Checkpoint, GroupStream, LoadOptions, MediaSettings, MediumShape, Memories, Model,
     PackedStream, Prompt, Quantization, RouterPlan, Training, WeightDtype,
 };
 use omnigrpo_ops::{ParamDtype, Part, QuantBits};
@@ -17,8 +17,8 @@ use tempfile::TempDir;
 
 use crate::rows::{ARIA, builder, check_plans, dataset_of, prompt_of, settings};
 use omnigrpo_testkit::{
-    Golden, assert_close, backward, card, causal_logits, check_gradients, checkpoint, copy_dir, golden,
-    max_diff, sketch, take_gradients, train_adapters, train_all, training, weight_bits,
+    Golden, assert_close, backward, card, check_forward, check_gradients, checkpoint, copy_dir, golden,
+    in_order, max_diff, sketch, take_gradients, train_adapters, train_all, training, weight_bits,
 };
 
 fn load(name: &str) -> Model {
@@ -44,13 +44,6 @@ fn expected(name: &str, case: &str) -> Golden {
 fn logprobs(model: &Model, prompt: &Prompt, completion: &[u32]) -> Vec<f32> {
     let stream = PackedStream::new(&[GroupStream { prompt, completions: vec![completion] }]).unwrap();
     model.score(&stream, &[model.encode_prompt(prompt).unwrap()], 1.0).unwrap().0
-}
-
-/// Media of a prompt in the order they stand in it.
-fn in_order(prompt: &Prompt) -> Vec<usize> {
-    let mut order: Vec<usize> = prompt.spans.iter().map(|s| s.medium).collect();
-    order.dedup();
-    order
 }
 
 /// Colours and masks of squares `[n, 4, side, side]`.
@@ -150,27 +143,9 @@ fn features_logits_and_logprobs_equal_the_reference() {
     for (name, case) in cases() {
         let model = load(name);
         let (want, inputs) = (expected(name, &case), inputs(&case));
-        let mut prompt = prompt(name, &case);
-        let made: Vec<Features> = model.encode_prompt(&prompt).unwrap();
-        if let Some(want) = want.f.get("features") {
-            let got: Vec<f32> = in_order(&prompt).iter().flat_map(|&m| made[m].rows.to_vec()).collect();
-            let d = max_diff(&got, want);
-            assert!(d <= 1e-4, "{name} {case}: features differ by {d}");
-        }
+        let prompt = prompt(name, &case);
         let completion = inputs.ids("completion_ids");
-        let d = max_diff(&logprobs(&model, &prompt, &completion), &want.f["logp"]);
-        assert!(d <= 1e-4, "{name} {case}: log-probabilities differ by {d}");
-        // The rows that score the completion.
-        let first = prompt.ids.len() - 1;
-        for &id in &completion[..completion.len() - 1] {
-            prompt.ids.push(id);
-            prompt.positions.push([prompt.next_position; 3]);
-            prompt.next_position += 1;
-        }
-        let x = model.embed_prompt(&prompt, &made).unwrap();
-        let rows: Vec<usize> = (first..first + completion.len()).collect();
-        let d = max_diff(&causal_logits(&model, x, &prompt.positions, &rows), &want.f["logits"]);
-        assert!(d <= 1e-4, "{name} {case}: logits differ by {d}");
+        check_forward(&format!("{name} {case}"), &model, prompt, &completion, &want);
     }
 }
 

@@ -3,10 +3,7 @@
 use omnigrpo_data::{Dataset, DatasetSpec, MediumOptions, MediumRef, MediumSource, ReadOptions, Roots};
 use omnigrpo_media::FrameSampling;
 use omnigrpo_media::smolvlm::SmolVlmProcessor;
-use omnigrpo_models::{
-    Checkpoint, Features, FrameRule, GroupStream, MediaSettings, MediumShape, Model, PackedStream, Prompt,
-    WeightDtype,
-};
+use omnigrpo_models::{Checkpoint, FrameRule, MediaSettings, MediumShape, Model, Prompt, WeightDtype};
 use omnigrpo_ops::Part;
 use omnigrpo_text::MediumKind;
 use serde_json::{Value, json};
@@ -14,7 +11,7 @@ use tempfile::TempDir;
 
 use crate::rows::{SMOLVLM, builder, check_plans, dataset_of, prompt_of};
 use omnigrpo_testkit::{
-    Golden, backward, causal_logits, check_gradients, checkpoint, copy_dir, golden, max_diff, sketch,
+    Golden, backward, check_forward, check_gradients, checkpoint, copy_dir, golden, in_order, sketch,
     training,
 };
 
@@ -32,13 +29,6 @@ fn prompt(name: &str, case: &str) -> Prompt {
 
 fn expected(name: &str, case: &str) -> Golden {
     Golden::read(&format!("smolvlm/{case}.{name}.safetensors"))
-}
-
-/// Media of a prompt in the order they stand in it.
-fn in_order(prompt: &Prompt) -> Vec<usize> {
-    let mut order: Vec<usize> = prompt.spans.iter().map(|s| s.medium).collect();
-    order.dedup();
-    order
 }
 
 #[test]
@@ -108,30 +98,9 @@ fn features_logits_and_logprobs_equal_transformers() {
     for (name, case) in cases() {
         let model = load(name);
         let want = expected(name, &case);
-        let mut prompt = prompt(name, &case);
-        let made: Vec<Features> = model.encode_prompt(&prompt).unwrap();
-        if let Some(want) = want.f.get("features") {
-            let got: Vec<f32> = in_order(&prompt).iter().flat_map(|&m| made[m].rows.to_vec()).collect();
-            let d = max_diff(&got, want);
-            assert!(d <= 1e-4, "{name} {case}: features differ by {d}");
-        }
+        let prompt = prompt(name, &case);
         let completion = want.ids("completion_ids");
-        let stream =
-            PackedStream::new(&[GroupStream { prompt: &prompt, completions: vec![&completion] }]).unwrap();
-        let logp = model.score(&stream, &[model.encode_prompt(&prompt).unwrap()], 1.0).unwrap().0;
-        let d = max_diff(&logp, &want.f["logp"]);
-        assert!(d <= 1e-4, "{name} {case}: log-probabilities differ by {d}");
-        // The rows that score the completion.
-        let first = prompt.ids.len() - 1;
-        for &id in &completion[..completion.len() - 1] {
-            prompt.ids.push(id);
-            prompt.positions.push([prompt.next_position; 3]);
-            prompt.next_position += 1;
-        }
-        let x = model.embed_prompt(&prompt, &made).unwrap();
-        let rows: Vec<usize> = (first..first + completion.len()).collect();
-        let d = max_diff(&causal_logits(&model, x, &prompt.positions, &rows), &want.f["logits"]);
-        assert!(d <= 1e-4, "{name} {case}: logits differ by {d}");
+        check_forward(&format!("{name} {case}"), &model, prompt, &completion, &want);
     }
 }
 
