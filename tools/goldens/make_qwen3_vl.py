@@ -1,4 +1,4 @@
-"""Qwen3-VL: checkpoints, cases, three AdamW steps. The rows of the cases are read by the tests as they stand, so prompts and
+"""Qwen3-VL, dense and with experts: checkpoints, cases, three AdamW steps. The rows of the cases are read by the tests as they stand, so prompts and
 pixels are compared from the file on."""
 
 import copy
@@ -16,7 +16,10 @@ from fixtures import EOT, FRAMES, ID, IM_END, IMG, MEDIA, OUT, VE, VID, VOCAB, V
 from make_checkpoints import CHAT_TEMPLATE, DEFAULT_SYSTEM, build_tokenizer, tokenizer_config
 from make_internvl import number, three_steps
 from make_replay import ROWS
-from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
+from transformers import (
+    PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration, Qwen3VLProcessor,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.video_utils import VideoMetadata
@@ -29,7 +32,13 @@ CHECKPOINTS = {
     # Seeds: every greedy step of every case is decided clearly.
     "qwen3_vl": (2, [0, 1, 3], True, 49),
     "qwen3_vl_untied": (1, [1, 2], False, 1),
+    "qwen3_vl_moe": (2, [0, 2], False, 2),
 }
+# Seven experts, three of them for each row.
+EXPERTS = dict(
+    decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=20, norm_topk_prob=True, num_experts=7,
+    num_experts_per_tok=3,
+)
 # Qwen2.5-VL's template without a system turn.
 TEMPLATE = CHAT_TEMPLATE.replace(DEFAULT_SYSTEM, "")
 # question, media, frames a second of the video, limits of the row
@@ -44,18 +53,34 @@ CASES = {
     # Without a placeholder media come first.
     "F": ("What is shown in the image?", ["noise.png"], None, {}),
 }
-RESULTS = {"qwen3_vl": "ABCDEF", "qwen3_vl_untied": "CE"}
+RESULTS = {"qwen3_vl": "ABCDEF", "qwen3_vl_untied": "CE", "qwen3_vl_moe": "BCDE"}
+
+
+def is_moe(name):
+    return name.endswith("moe")
+
+
+def classes(name):
+    if is_moe(name):
+        return Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+    return Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+
+def published(name, tensor):
+    """A tensor as published files hold it. transformers 5 transposes experts when it loads and when it saves."""
+    return tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
 
 
 def hub_config(name):
     """config.json in the form of the hub."""
     kv, deep, tied, _ = CHECKPOINTS[name]
+    config_class, model_class = classes(name)
     return dict(
-        architectures=["Qwen3VLForConditionalGeneration"], image_token_id=IMG, model_type="qwen3_vl",
-        text_config=dict(
+        architectures=[model_class.__name__], image_token_id=IMG, model_type=config_class.model_type,
+        text_config=(EXPERTS if is_moe(name) else {}) | dict(
             attention_bias=False, attention_dropout=0.0, bos_token_id=EOT, dtype="float32", eos_token_id=IM_END,
             head_dim=16, hidden_act="silu", hidden_size=48, initializer_range=0.02, intermediate_size=80,
-            max_position_embeddings=512, model_type="qwen3_vl_text", num_attention_heads=4, num_hidden_layers=4,
+            max_position_embeddings=512, model_type=config_class.model_type + "_text", num_attention_heads=4, num_hidden_layers=4,
             num_key_value_heads=kv, rms_norm_eps=1e-6,
             rope_scaling=dict(mrope_interleaved=True, mrope_section=[4, 2, 2], rope_type="default"),
             rope_theta=5000000, tie_word_embeddings=tied, use_cache=True, vocab_size=VOCAB,
@@ -63,7 +88,7 @@ def hub_config(name):
         tie_word_embeddings=tied, transformers_version="4.57.0.dev0", video_token_id=VID,
         vision_config=dict(
             deepstack_visual_indexes=deep, depth=4, hidden_act="gelu_pytorch_tanh", hidden_size=16, in_channels=3,
-            initializer_range=0.02, intermediate_size=24, model_type="qwen3_vl", num_heads=2, num_position_embeddings=25,
+            initializer_range=0.02, intermediate_size=24, model_type=config_class.model_type, num_heads=2, num_position_embeddings=25,
             out_hidden_size=48, patch_size=16, spatial_merge_size=2, temporal_patch_size=2,
         ),
         vision_end_token_id=VE, vision_start_token_id=VS,
@@ -72,12 +97,12 @@ def hub_config(name):
 
 def new_config(name):
     raw = {k: v for k, v in hub_config(name).items() if k not in ("architectures", "model_type", "transformers_version")}
-    return Qwen3VLConfig(**raw)
+    return classes(name)[0](**raw)
 
 
 def new_model(name):
     """Random weights with a useful spread: no bias is 0, no norm weight is 1, logits differ by more than rounding."""
-    model = Qwen3VLForConditionalGeneration._from_config(
+    model = classes(name)[1]._from_config(
         new_config(name), attn_implementation="eager", dtype=torch.float32
     ).eval()
     generator = torch.Generator().manual_seed(CHECKPOINTS[name][-1])
@@ -95,7 +120,9 @@ def new_model(name):
             else:
                 loud = n.endswith(("o_proj.weight", "down_proj.weight"))
                 gain = (1.2 if "merger" in n else 0.8) if "visual" in n else (2.0 if loud else 1.2)
-                p.copy_(noise * (gain / math.sqrt(p[0].numel())))
+                gain = 1.0 if ".experts." in n else gain
+                inputs = p.shape[-1] if ".experts." in n else p[0].numel()
+                p.copy_(noise * (gain / math.sqrt(inputs)))
     return model
 
 
@@ -159,16 +186,25 @@ def write_checkpoints():
         # transformers writes these names.
         with tempfile.TemporaryDirectory() as scratch:
             model.save_pretrained(scratch)
-            loaded = Qwen3VLForConditionalGeneration.from_pretrained(scratch, dtype=torch.float32)
+            loaded = classes(name)[1].from_pretrained(scratch, dtype=torch.float32)
             from safetensors import safe_open
             with safe_open(f"{scratch}/model.safetensors", "pt") as file:
                 assert set(file.keys()) == set(tensors), set(file.keys()) ^ set(tensors)
             assert all(torch.equal(p, tensors[n]) for n, p in parameters(loaded).items())
             config = json.loads((Path(scratch) / "config.json").read_text())
         assert "rope_parameters" in config["text_config"]
+        tensors = {n: published(n, p) for n, p in tensors.items()}
         save_tensors(directory / "model.safetensors", tensors, format="pt")
+        if is_moe(name):
+            loaded = classes(name)[1].from_pretrained(write_config(directory, hub_config(name)), dtype=torch.float32)
+            assert all(torch.equal(p, model.get_parameter(n)) for n, p in loaded.named_parameters())
         write_json(directory / "config.json", config if name == "qwen3_vl_untied" else hub_config(name))
         write_sidecars(directory, name)
+
+
+def write_config(directory, config):
+    write_json(directory / "config.json", config)
+    return directory
 
 
 def spelled(medium, fps):
@@ -268,7 +304,7 @@ def run_case(model, name, case, inputs):
     for n, p in parameters(model).items():
         if p.grad is not None:
             assert torch.isfinite(p.grad).all(), n
-            out[f"sketch.{n}"] = sketch(p.grad)
+            out[f"sketch.{n}"] = sketch(published(n, p.grad))
             if case == "C" and name == "qwen3_vl" and ("deepstack" in n or "pos_embed" in n or ".layers.0." in n):
                 out[f"grad.{n}"] = p.grad
     tokens, margins = [], []

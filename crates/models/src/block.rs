@@ -11,6 +11,7 @@
 
 use std::sync::Arc;
 
+use crate::error::ModelError;
 use crate::experts::{Experts, ExpertsPass, KeptExperts};
 use omnigrpo_ops::{
     Activation, AttentionHeads, Index, Kept, Layout, Lend, Linear, Norm, Op, PackedLinear, Param, Pass,
@@ -70,9 +71,9 @@ pub struct Block {
     pub qkv: Vec<Linear>,
     /// `[h, q · d]`
     pub proj: Linear,
-    /// The feed-forward layer.
-    pub mlp: Mlp,
-    /// Experts of a mixture. If present, `mlp` is the feed-forward layer that all rows share.
+    /// The feed-forward layer of all rows; `None` if the block has experts alone.
+    pub mlp: Option<Mlp>,
+    /// Experts of a mixture. Their output is added to that of `mlp`.
     pub experts: Option<Experts>,
     /// Number and width of the attention heads.
     pub heads: AttentionHeads,
@@ -87,8 +88,9 @@ impl Block {
         };
         let norms = self.norms.iter().chain(norms).flat_map(Norm::params);
         let mlp = match &self.mlp {
-            Mlp::Plain { fc1, fc2, .. } => vec![fc1, fc2],
-            Mlp::SwiGlu { gate, up, down } => vec![gate, up, down],
+            None => Vec::new(),
+            Some(Mlp::Plain { fc1, fc2, .. }) => vec![fc1, fc2],
+            Some(Mlp::SwiGlu { gate, up, down }) => vec![gate, up, down],
         };
         let experts = self.experts.iter();
         let linear = mlp.into_iter().chain(&self.qkv).chain([&self.proj]);
@@ -106,13 +108,20 @@ pub struct BlockPass {
     /// Rows that continue past attention; `None` for all rows.
     rows: Option<Arc<Index>>,
     qkv: PackedLinear,
-    /// Output layers of attention and of the feed-forward layer, whose results are added to the stream.
-    last: [PackedLinear; 2],
-    /// First part of the feed-forward layer, up to the activation.
-    first: PackedLinear,
+    /// Output layer of attention.
+    proj: PackedLinear,
+    mlp: Option<MlpPass>,
     experts: Option<ExpertsPass>,
     /// Source of the weights and the number of the block there, if they are not in memory all the time.
     lender: Option<(Arc<dyn Lend>, usize)>,
+}
+
+/// The feed-forward layer, prepared for one pass.
+struct MlpPass {
+    /// The part up to the activation.
+    first: PackedLinear,
+    /// The output layer.
+    last: PackedLinear,
 }
 
 /// Arrays that a block keeps for its backward pass, besides its input.
@@ -128,8 +137,8 @@ pub struct KeptBlock {
     joined: [Joined; 2],
     /// Stream between the two halves, `[n, h]`.
     middle: Rows,
-    /// Input of the activation.
-    wide: Rows,
+    /// Input of the activation, if the block has a feed-forward layer for all rows.
+    wide: Option<Rows>,
     experts: Option<KeptExperts>,
 }
 
@@ -145,6 +154,9 @@ pub(crate) enum BlockArray {
     Sum(usize),
     Middle,
     Wide,
+    RouterLogits,
+    /// Input of the experts' activation, by row.
+    Routed,
 }
 
 impl BlockArray {
@@ -155,30 +167,44 @@ impl BlockArray {
 }
 
 impl KeptBlock {
-    /// Returns the arrays that the block has, or `None` if the block has experts.
-    pub(crate) fn into_arrays(self) -> Option<impl Iterator<Item = (BlockArray, Rows)>> {
-        use BlockArray::{Attended, Branch, Lse, Middle, Qkv, Raw, Sum, Wide};
+    /// Returns the arrays that the block has, and how many experts each row uses.
+    pub(crate) fn into_arrays(self) -> Result<(impl Iterator<Item = (BlockArray, Rows)>, usize)> {
+        use BlockArray::{Attended, Branch, Lse, Middle, Qkv, Raw, Routed, RouterLogits, Sum, Wide};
         let Self { raw, qkv, lse, attended, joined: [a, b], middle, wide, experts } = self;
-        let always = [(Qkv, qkv), (Lse, lse), (Attended, attended), (Middle, middle), (Wide, wide)];
-        let some =
-            [(Raw, raw), (Branch(0), a.branch), (Sum(0), a.sum), (Branch(1), b.branch), (Sum(1), b.sum)];
-        let some = some.into_iter().filter_map(|(name, rows)| Some((name, rows?)));
-        experts.is_none().then(|| some.chain(always))
+        let always = [(Qkv, qkv), (Lse, lse), (Attended, attended), (Middle, middle)];
+        let [own, joined] = [a, b].map(|joined| [joined.branch, joined.sum]);
+        let (experts, topk) = experts.map(KeptExperts::into_rows).transpose()?.unzip();
+        let names = [Raw, Branch(0), Sum(0), Branch(1), Sum(1), Wide, RouterLogits, Routed];
+        let experts = experts.map_or([None, None], |arrays| arrays.map(Some));
+        let some = [raw].into_iter().chain(own).chain(joined).chain([wide]).chain(experts);
+        let some = names.into_iter().zip(some).filter_map(|(name, rows)| Some((name, rows?)));
+        Ok((some.chain(always), topk.unwrap_or(0)))
     }
 
-    /// Builds the value from the arrays that `take` returns. Returns `None` if required arrays are missing.
-    pub(crate) fn from_arrays<E>(
-        mut take: impl FnMut(BlockArray) -> std::result::Result<Option<Rows>, E>,
-    ) -> std::result::Result<Option<Self>, E> {
+    /// Builds the value from the arrays that `take` returns and the number of experts that each row uses. Returns `None` if required
+    /// arrays are missing.
+    pub(crate) fn from_arrays(
+        mut take: impl FnMut(BlockArray) -> std::result::Result<Option<Rows>, ModelError>,
+        topk: usize,
+    ) -> std::result::Result<Option<Self>, ModelError> {
         let raw = take(BlockArray::Raw)?;
         let (qkv, lse) = (take(BlockArray::Qkv)?, take(BlockArray::Lse)?);
         let attended = take(BlockArray::Attended)?;
-        let mut joined =
-            |half| Ok(Joined { branch: take(BlockArray::Branch(half))?, sum: take(BlockArray::Sum(half))? });
+        let mut joined = |half| {
+            Ok::<_, ModelError>(Joined {
+                branch: take(BlockArray::Branch(half))?,
+                sum: take(BlockArray::Sum(half))?,
+            })
+        };
         let joined = [joined(0)?, joined(1)?];
         let (middle, wide) = (take(BlockArray::Middle)?, take(BlockArray::Wide)?);
-        let required = (|| Some((qkv?, lse?, attended?, middle?, wide?)))();
-        Ok(required.map(|(qkv, lse, attended, middle, wide)| Self {
+        let (logits, routed) = (take(BlockArray::RouterLogits)?, take(BlockArray::Routed)?);
+        let routed = logits.zip(routed);
+        let experts =
+            routed.map(|(logits, rows)| KeptExperts::from_rows([logits, rows], topk)).transpose()?;
+        let required = (|| Some((qkv?, lse?, attended?, middle?)))();
+        let required = required.filter(|_| wide.is_some() || experts.is_some());
+        Ok(required.map(|(qkv, lse, attended, middle)| Self {
             raw,
             qkv,
             lse,
@@ -186,7 +212,7 @@ impl KeptBlock {
             joined,
             middle,
             wide,
-            experts: None,
+            experts,
         }))
     }
 }
@@ -204,8 +230,8 @@ impl Kept for KeptBlock {
     fn num_bytes(&self) -> usize {
         let Self { raw, qkv, lse, attended, joined, middle, wide, experts } = self;
         let joined = joined.iter().flat_map(|joined| [&joined.branch, &joined.sum]);
-        let some = joined.chain([raw]).flatten();
-        let rows: usize = some.chain([qkv, lse, attended, middle, wide]).map(Rows::num_bytes).sum();
+        let some = joined.chain([raw, wide]).flatten();
+        let rows: usize = some.chain([qkv, lse, attended, middle]).map(Rows::num_bytes).sum();
         rows + experts.as_ref().map_or(0, KeptExperts::num_bytes)
     }
 }
@@ -227,17 +253,17 @@ impl BlockPass {
                 None => linear,
             }
         };
-        let (first, last) = match &block.mlp {
-            Mlp::Plain { fc1, fc2, .. } => (some(&[fc1]), fc2),
-            Mlp::SwiGlu { gate, up, down } => (some(&[gate, up]), down),
-        };
+        let mlp = block.mlp.as_ref().map(|mlp| match mlp {
+            Mlp::Plain { fc1, fc2, .. } => MlpPass { first: some(&[fc1]), last: some(&[fc2]) },
+            Mlp::SwiGlu { gate, up, down } => MlpPass { first: some(&[gate, up]), last: some(&[down]) },
+        });
         Self {
             rope: rope.map(Arc::clone),
             layout: Arc::clone(layout),
             rows: rows.map(Arc::clone),
             qkv: PackedLinear::new(&block.qkv.iter().collect::<Vec<_>>(), pass),
-            last: [some(&[&block.proj]), some(&[last])],
-            first,
+            proj: some(&[&block.proj]),
+            mlp,
             experts: block
                 .experts
                 .as_ref()
@@ -274,12 +300,15 @@ impl BlockPass {
             self.block.heads.rotate(&mut qkv, rope, false)?;
         }
         let (attended, lse) = attend(&qkv)?;
-        let (middle, joined) = self.leave(0, &self.pick(x)?, &self.pick(&attended)?, None)?;
+        let (middle, joined) =
+            self.leave(0, &self.pick(x)?, Some((&self.proj, &self.pick(&attended)?)), None)?;
         let entered = self.enter(1, &middle)?;
-        let wide = self.first.forward(&entered)?;
+        let wide = self.mlp.as_ref().map(|mlp| mlp.first.forward(&entered)).transpose()?;
         let (routed, experts) = self.run_experts(&entered)?.unzip();
         drop(entered);
-        let (y, last) = self.leave(1, &middle, &self.activate(&wide)?, routed.as_ref())?;
+        let inner = wide.as_ref().map(|wide| self.activate(wide)).transpose()?;
+        let shared = self.mlp.as_ref().map(|mlp| &mlp.last).zip(inner.as_ref());
+        let (y, last) = self.leave(1, &middle, shared, routed.as_ref())?;
         Ok((y, KeptBlock { raw, qkv, lse, attended, joined: [joined, last], middle, wide, experts }))
     }
 
@@ -335,12 +364,13 @@ impl BlockPass {
         Ok(dx)
     }
 
-    /// Returns `residual + scale · (last(inner) + routed)`, normalised if the norm comes after the addition.
+    /// Returns `residual + scale · (last(inner) + routed)`, normalised if the norm comes after the addition. `last` is the output
+    /// layer of the half with its input, if the half has one.
     fn leave(
         &self,
         half: usize,
         residual: &Rows,
-        inner: &Rows,
+        last: Option<(&PackedLinear, &Rows)>,
         routed: Option<&Rows>,
     ) -> Result<(Rows, Joined)> {
         let mut joined = Joined::default();
@@ -348,10 +378,14 @@ impl BlockPass {
             routed.map_or(Ok(()), |routed| to.add(routed))?;
             Ok(to)
         };
-        let mut y = match &self.block.scales {
-            None => add(self.last[half].forward_onto(residual, inner)?)?,
-            Some(scales) => {
-                let branch = add(self.last[half].forward(inner)?)?;
+        let mut y = match (&self.block.scales, last) {
+            (None, Some((last, inner))) => add(last.forward_onto(residual, inner)?)?,
+            (None, None) => add(residual.clone())?,
+            (Some(scales), last) => {
+                let branch = match last {
+                    Some((last, inner)) => add(last.forward(inner)?)?,
+                    None => add(Rows::zeros(residual.device(), residual.rows(), residual.cols()))?,
+                };
                 let y = branch.scaled_onto(residual, &scales[half])?;
                 joined.branch = Some(branch);
                 y
@@ -364,8 +398,8 @@ impl BlockPass {
         Ok((y, joined))
     }
 
-    /// Returns the gradients of `inner`, of the branch and of the residual stream.
-    fn leave_back(&self, half: usize, inner: &Rows, joined: Joined, dy: Rows) -> Result<[Rows; 3]> {
+    /// Returns the gradients of the branch, which is the sum of the half's outputs, and of the residual stream.
+    fn leave_back(&self, half: usize, joined: Joined, dy: Rows) -> Result<[Rows; 2]> {
         let dsum = match joined.sum {
             Some(sum) => {
                 let norm = &self.block.norms[half];
@@ -380,7 +414,7 @@ impl BlockPass {
             (Some(scales), Some(branch)) => branch.scaled_onto_back(&dsum, &scales[half])?,
             _ => dsum.clone(),
         };
-        Ok([self.last[half].backward(inner, &dbranch)?, dbranch, dsum])
+        Ok([dbranch, dsum])
     }
 
     /// Normalises queries and keys in place. Returns their previous values if the block has such norms.
@@ -425,8 +459,8 @@ impl BlockPass {
 
     fn activate(&self, wide: &Rows) -> Result<Rows> {
         match &self.block.mlp {
-            Mlp::Plain { act, .. } => Ok(wide.activated(*act)),
-            Mlp::SwiGlu { .. } => wide.swiglu(),
+            Some(Mlp::Plain { act, .. }) => Ok(wide.activated(*act)),
+            _ => wide.swiglu(),
         }
     }
 }
@@ -450,23 +484,37 @@ impl Op for BlockPass {
     ) -> Result<[Option<Rows>; 1]> {
         self.lend()?;
         let KeptBlock { raw, qkv, lse, attended, joined: [joined, last], middle, mut wide, experts } = kept;
-        let [dinner, dbranch, dresidual] = self.leave_back(1, &self.activate(&wide)?, last, dy)?;
+        let [dbranch, dresidual] = self.leave_back(1, last, dy)?;
+        let shared = self.mlp.as_ref().zip(wide.as_ref());
+        let back = |(mlp, wide): (&MlpPass, &Rows)| mlp.last.backward(&self.activate(wide)?, &dbranch);
+        let dinner = shared.map(back).transpose()?;
         // `dbranch` is kept only for experts. Otherwise the residual's gradient, which may share its rows, is changed in place.
         let routed = experts.map(|kept| (kept, dbranch));
-        match &self.block.mlp {
-            Mlp::Plain { act, .. } => wide.activation_back(&dinner, *act)?,
-            Mlp::SwiGlu { .. } => wide.swiglu_back(&dinner)?,
-        }
-        drop(dinner);
-        let dmiddle = self.enter_back(1, &middle, dresidual, |x| {
-            let mut dx = self.first.backward(x, &wide)?;
-            if let (Some(pass), Some(own), Some((kept, dy))) = (&self.experts, &self.block.experts, routed) {
-                dx.add(&pass.backward(own, x, kept, &dy)?)?;
+        if let (Some(mlp), Some(wide), Some(dinner)) = (&self.block.mlp, &mut wide, dinner) {
+            match mlp {
+                Mlp::Plain { act, .. } => wide.activation_back(&dinner, *act)?,
+                Mlp::SwiGlu { .. } => wide.swiglu_back(&dinner)?,
             }
-            Ok(dx)
+        }
+        let dmiddle = self.enter_back(1, &middle, dresidual, |x| {
+            let shared = self.mlp.as_ref().zip(wide.as_ref());
+            let dx = shared.map(|(mlp, dwide)| mlp.first.backward(x, dwide)).transpose()?;
+            let routed = match (&self.experts, &self.block.experts, routed) {
+                (Some(pass), Some(own), Some((kept, dy))) => Some(pass.backward(own, x, kept, &dy)?),
+                _ => None,
+            };
+            match (dx, routed) {
+                (Some(mut dx), Some(routed)) => dx.add(&routed).map(|()| dx),
+                (dx, routed) => {
+                    let none = || Rows::zeros(x.device(), x.rows(), x.cols());
+                    Ok(dx.or(routed).unwrap_or_else(none))
+                }
+            }
         })?;
         drop((middle, wide));
-        let [dattended, _, dresidual] = self.leave_back(0, &self.pick(&attended)?, joined, dmiddle)?;
+        let [dbranch, dresidual] = self.leave_back(0, joined, dmiddle)?;
+        let dattended = self.proj.backward(&self.pick(&attended)?, &dbranch)?;
+        drop(dbranch);
         let dattended = self.spread(dattended, x.rows())?;
         let mut dqkv = self.block.heads.backward(&qkv, &attended, &lse, &dattended, &self.layout)?;
         drop((qkv, attended, dattended));

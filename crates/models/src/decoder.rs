@@ -11,15 +11,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use omnigrpo_ops::{
-    AttentionHeads, AttentionLayout, DecodeBatch, DecodeRows, Draw, DrawFrom, ExpertLinear, GroupCache, Host,
-    Index, Layout, Linear, Norm, Param, Part, Pass, Replays, RopeTable, Rows, Sampler, Scores, Tape, Targets,
-    Var, embed, embed_backward,
+    AttentionHeads, AttentionLayout, DecodeBatch, DecodeRows, Draw, DrawFrom, GroupCache, Host, Index,
+    Layout, Norm, Param, Part, Pass, Replays, RopeTable, Rows, Sampler, Scores, Tape, Targets, Var, embed,
+    embed_backward,
 };
 
 use crate::block::{Block, BlockPass, Mlp, NormOrder, QkNorm};
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
-use crate::experts::Experts;
+use crate::experts::{Experts, ExpertsConfig, MixtureClass};
 use crate::recall::DecoderMemory;
 use crate::rope::Rope;
 use crate::weights::{Init, Scope, WeightSource};
@@ -29,7 +29,7 @@ use crate::weights::{Init, Scope, WeightSource};
 pub struct DecoderConfig {
     /// Width of the residual stream, `h`.
     pub hidden: usize,
-    /// Width of the feed-forward layer.
+    /// Width of the feed-forward layer of all rows; 0 if the blocks have experts alone.
     pub intermediate: usize,
     /// Number of transformer blocks.
     pub layers: usize,
@@ -51,21 +51,10 @@ pub struct DecoderConfig {
     pub attention_bias: [bool; 2],
     /// Whether queries and keys are normalised head by head.
     pub qk_norm: bool,
-    /// Experts, if any. The feed-forward layer is then shared by all rows.
+    /// Experts of each block, if any.
     pub experts: Option<ExpertsConfig>,
     /// Number of leading blocks after which deep features of media are added (arXiv 2406.04334).
     pub deep: usize,
-}
-
-/// Sizes of a decoder's experts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ExpertsConfig {
-    /// Number of experts.
-    pub count: usize,
-    /// Number of experts that each row uses.
-    pub topk: usize,
-    /// Width of one expert.
-    pub intermediate: usize,
 }
 
 /// Fixed values of a class of `transformers` 5.23, and its defaults for keys that a file lacks. Sizes without a default here
@@ -95,6 +84,8 @@ pub struct TextDefaults {
     pub qk_norm: bool,
     /// `pad_token_id`.
     pub padding: Option<u32>,
+    /// Experts of the class, which replace the feed-forward layer; `None` for a dense model.
+    pub experts: Option<MixtureClass>,
 }
 
 impl TextDefaults {
@@ -111,6 +102,7 @@ impl TextDefaults {
         qkv_bias: true,
         qk_norm: false,
         padding: None,
+        experts: None,
     };
     /// `Qwen2VLTextConfig` and `Qwen2_5_VLTextConfig`.
     pub const QWEN_VL: Self =
@@ -120,6 +112,22 @@ impl TextDefaults {
     /// `Qwen3VLTextConfig`.
     pub const QWEN3_VL: Self =
         Self { theta: 5e5, max_positions: 128_000, axes: PositionAxes::Interleaved, ..Self::QWEN3 };
+    /// `Qwen3MoeConfig`.
+    pub const QWEN3_MOE: Self = Self {
+        heads: Some(32),
+        kv_heads: Some(4),
+        head_dim: None,
+        experts: Some(MixtureClass::QWEN3),
+        ..Self::QWEN3
+    };
+    /// `Qwen3VLMoeTextConfig`.
+    pub const QWEN3_VL_MOE: Self = Self {
+        heads: Some(16),
+        kv_heads: Some(16),
+        head_dim: None,
+        experts: Some(MixtureClass::QWEN3_VL),
+        ..Self::QWEN3_VL
+    };
     /// `LlamaConfig`.
     pub const LLAMA: Self =
         Self { heads: Some(32), kv_heads: None, max_positions: 2048, qkv_bias: false, ..Self::QWEN2 };
@@ -155,9 +163,10 @@ impl DecoderConfig {
         }
         let tied = |json: &ConfigJson, default: bool| json.boolean("tie_word_embeddings", default);
         let vocab = text.size("vocab_size", None)?;
+        let experts = class.experts.map(|class| class.parse(text)).transpose()?;
         Ok(Self {
             hidden,
-            intermediate: text.size("intermediate_size", None)?,
+            intermediate: if experts.is_some() { 0 } else { text.size("intermediate_size", None)? },
             layers,
             heads: AttentionHeads { q, kv, dim },
             vocab,
@@ -171,7 +180,7 @@ impl DecoderConfig {
                 false => [text.boolean("attention_bias", false)?; 2],
             },
             qk_norm: class.qk_norm,
-            experts: None,
+            experts,
             deep: 0,
         })
     }
@@ -330,10 +339,8 @@ pub struct Scored {
 fn block(config: &DecoderConfig, layer: &mut Scope) -> Result<Block> {
     let (h, i, heads, eps) = (config.hidden, config.intermediate, config.heads, config.rms_eps);
     let [qkv_bias, proj_bias] = config.attention_bias;
-    let mlp = |name: &str| match config.experts {
-        None => format!("mlp.{name}"),
-        Some(_) => format!("mlp.shared_experts.{name}"),
-    };
+    // The feed-forward layer of all rows, if there is one.
+    let shared = config.experts.map_or(Some("mlp"), |experts| experts.names.shared);
     Ok(Block {
         order: NormOrder::Pre,
         norms: [
@@ -354,28 +361,18 @@ fn block(config: &DecoderConfig, layer: &mut Scope) -> Result<Block> {
                 layer.rms_norm("self_attn.k_norm", heads.dim, eps)?,
             ])),
         },
-        mlp: Mlp::SwiGlu {
-            gate: layer.linear(&mlp("gate_proj"), i, h, false)?,
-            up: layer.linear(&mlp("up_proj"), i, h, false)?,
-            down: layer.linear(&mlp("down_proj"), h, i, false)?,
-        },
-        experts: config.experts.as_ref().map(|experts| build_experts(experts, h, layer)).transpose()?,
+        mlp: shared.map(|at| swiglu(&mut layer.sub(&format!("{at}.")), h, i)).transpose()?,
+        experts: config.experts.map(|experts| Experts::build(&experts, h, layer)).transpose()?,
         heads,
     })
 }
 
-/// Builds the experts of a block.
-fn build_experts(config: &ExpertsConfig, h: usize, layer: &mut Scope) -> Result<Experts> {
-    let ExpertsConfig { count, topk, intermediate } = *config;
-    // The router is a parameter rather than a layer in `transformers`, so it takes no adapter.
-    let router = layer.get("mlp.router.weight", &[count, h], Init::Normal)?;
-    let fc1 = layer.get("mlp.experts.fc1.weight", &[count, h, 2 * intermediate], Init::Normal)?;
-    let fc2 = layer.get("mlp.experts.fc2.weight", &[count, intermediate, h], Init::Normal)?;
-    Ok(Experts {
-        router: Linear::reshaped(router, None, count, h)?,
-        fc1: ExpertLinear::new(fc1)?,
-        fc2: ExpertLinear::new(fc2)?,
-        topk,
+/// Builds the feed-forward layer of all rows.
+fn swiglu(layer: &mut Scope, h: usize, i: usize) -> Result<Mlp> {
+    Ok(Mlp::SwiGlu {
+        gate: layer.linear("gate_proj", i, h, false)?,
+        up: layer.linear("up_proj", i, h, false)?,
+        down: layer.linear("down_proj", h, i, false)?,
     })
 }
 

@@ -167,7 +167,7 @@ impl Model {
         }
         let to = dir.join("config.json");
         std::fs::write(&to, format!("{config:#}\n")).map_err(ModelError::io(to))?;
-        save_weights(dir, &params)
+        save_weights(dir, &params, self.family().format().splits_experts())
     }
 
     /// Copies tokenizer and processor files into `dir`. Also copies the Python code of checkpoints that are published with code;

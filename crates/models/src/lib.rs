@@ -35,11 +35,11 @@ pub use checkpoint::Checkpoint;
 pub use classifier::SequenceClassifier;
 pub use config_json::ConfigJson;
 pub use decoder::{
-    Decoder, DecoderConfig, DecoderInput, DecoderNames, DeepFeatures, ExpertsConfig, NextTokens, Position,
-    PositionAxes, Scored, TextDefaults,
+    Decoder, DecoderConfig, DecoderInput, DecoderNames, DeepFeatures, NextTokens, Position, PositionAxes,
+    Scored, TextDefaults,
 };
 pub use error::{ModelError, Result, SETTINGS};
-pub use experts::{Experts, RouterPlan};
+pub use experts::{ExpertNames, Experts, ExpertsConfig, RouterPlan};
 pub use export::COMPANIONS;
 pub use families::humanomni;
 pub use families::{

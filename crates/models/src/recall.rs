@@ -41,6 +41,8 @@ pub struct DecoderMemory {
     /// Rows that can still be stored; `None` after the limit was exceeded.
     room: Option<usize>,
     outputs_only: bool,
+    /// Number of experts that each row uses.
+    topk: usize,
     prompts: Vec<Prompt>,
     /// Prompt, sample and token of each decoded row.
     decoded: Vec<(usize, usize, u32)>,
@@ -59,6 +61,7 @@ impl DecoderMemory {
         Self {
             room: Some(room),
             outputs_only,
+            topk: 0,
             prompts: Vec::new(),
             decoded: Vec::new(),
             expected: 0,
@@ -104,9 +107,9 @@ impl DecoderMemory {
         }
         let mut arrays = BTreeMap::from([(BlockArray::Output, y.clone())]);
         if !self.outputs_only {
-            let own = kept.into_arrays();
-            arrays
-                .extend(own.ok_or_else(|| ModelError::shape("recall: blocks with experts are unsupported"))?);
+            let (own, topk) = kept.into_arrays()?;
+            arrays.extend(own);
+            self.topk = topk;
         }
         if self.in_prompt {
             if let Some(prompt) = self.prompts.last_mut() {
@@ -130,7 +133,7 @@ impl DecoderMemory {
     /// # Errors
     /// Returns an error if rows are not on the CPU.
     pub fn of_stream(self, stream: &PackedStream) -> Result<Option<Memory>> {
-        let Self { room: Some(_), prompts, decoded, stacks, .. } = self else { return Ok(None) };
+        let Self { room: Some(_), topk, prompts, decoded, stacks, .. } = self else { return Ok(None) };
         let Some(places) = places(&prompts, &decoded, stream) else { return Ok(None) };
         let num_blocks = prompts.first().map_or(0, |prompt| prompt.blocks.len());
         let alone = stacks.is_empty();
@@ -160,7 +163,7 @@ impl DecoderMemory {
                 gather(&own, of_decoded.remove(&name), places)
             };
             if let Some(y) = take(BlockArray::Output)? {
-                memory.push(y, KeptBlock::from_arrays(take)?);
+                memory.push(y, KeptBlock::from_arrays(take, topk)?);
             }
         }
         Ok(Some(memory))

@@ -230,7 +230,9 @@ fn rollout_equals_training_log_probabilities() {
 fn a_rollout_can_be_differentiated() {
     let stops = StopSet { ids: (0..300).step_by(23).collect(), ..StopSet::default() };
     let internvl = ("internvl_hf", ["A", "C", "B"]);
-    for (name, cases) in QWENS.map(|name| (name, ["E", "D2", "C"])).into_iter().chain([internvl]) {
+    let mixture = ("qwen3_vl_moe", ["E", "D", "C"]);
+    let others = [internvl, mixture];
+    for (name, cases) in QWENS.map(|name| (name, ["E", "D2", "C"])).into_iter().chain(others) {
         let setup = Setup::new(name);
         let model = &setup.model;
         assert!(model.can_recall());
@@ -307,7 +309,7 @@ fn a_rollout_can_be_differentiated() {
 /// Returns the folder of a checkpoint's results in `models/tests/golden`.
 fn folder(name: &str) -> &'static str {
     match name {
-        "qwen3_vl" => "qwen3_vl",
+        "qwen3_vl" | "qwen3_vl_moe" => "qwen3_vl",
         "aria" => "aria",
         "smolvlm" => "smolvlm",
         "humanomni" => "humanomni",

@@ -16,10 +16,11 @@ use safetensors::{Dtype, SafeTensors};
 /// Checkpoints of the cases in `cases/`.
 pub const CHECKPOINTS: [&str; 2] = ["qwen2_vl_tied", "qwen2_5_vl_tied"];
 /// One of each family and of each kind of decoder and tower, with a case of [`case_prompt`].
-pub const FAMILIES: [(&str, &str); 12] = [
+pub const FAMILIES: [(&str, &str); 13] = [
     ("qwen2_vl_tied", "C"),
     ("qwen2_5_vl_untied", "E"),
     ("qwen3_vl", "E"),
+    ("qwen3_vl_moe", "E"),
     ("internvl_hf", "C"),
     ("internvl_rms_hf", "C"),
     ("internvl3_5_hf", "C"),
@@ -111,7 +112,9 @@ const VIDEO: u32 = 303;
 /// The prompt of a case, with positions as this program computes them.
 pub fn case_prompt(case: &str, model: &Model) -> Prompt {
     match model.family().name() {
-        "qwen3_vl" => return crate::rows::prompt_of("qwen3_vl", &checkpoint("qwen3_vl"), case),
+        name @ ("qwen3_vl" | "qwen3_vl_moe") => {
+            return crate::rows::prompt_of("qwen3_vl", &checkpoint(name), case);
+        }
         "aria" => return crate::rows::prompt_of("aria", model.dir(), case),
         "smolvlm" => return crate::rows::prompt_of("smolvlm", model.dir(), case),
         name if name.starts_with("internvl") => return crate::rows::prompt_of("internvl", model.dir(), case),

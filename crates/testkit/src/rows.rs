@@ -24,7 +24,8 @@ pub const ARIA: [(&str, &str); 2] = [("aria", "ABCDEF"), ("aria_own", "CEF")];
 pub const SMOLVLM: [(&str, &str); 3] =
     [("smolvlm", "ABCDEF"), ("smolvlm_tied", "CDE"), ("smolvlm_v1", "ABCF")];
 
-pub const QWEN3_VL: [(&str, &str); 2] = [("qwen3_vl", "ABCDEF"), ("qwen3_vl_untied", "CE")];
+pub const QWEN3_VL: [(&str, &str); 3] =
+    [("qwen3_vl", "ABCDEF"), ("qwen3_vl_untied", "CE"), ("qwen3_vl_moe", "BCDE")];
 
 pub fn dataset() -> Dataset {
     dataset_of("internvl")

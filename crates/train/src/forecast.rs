@@ -92,7 +92,6 @@ fn recalls(model: &Model, plan: &MemoryPlan) -> bool {
     let decoded = algorithm.num_generations * algorithm.sampling.max_completion_length.saturating_sub(1);
     let tokens: usize = rows.iter().map(|row| row.prompt.ids.len() + decoded).sum();
     algorithm.recall
-        && algorithm.router.is_off()
         && model.can_recall_on(Device::Cpu)
         && rows.len() <= algorithm.prompts_per_micro_batch
         && tokens <= algorithm.stream_rows()

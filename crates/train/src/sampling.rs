@@ -132,7 +132,7 @@ fn free_places(collector: &Collector, prompts: usize, keep: bool) -> Vec<usize> 
 fn memory(collector: &Collector, prompts: usize) -> Option<DecoderMemory> {
     let Collector { model, algorithm, .. } = *collector;
     let together = (1..=algorithm.prompts_per_micro_batch).contains(&prompts);
-    let same = algorithm.recall && algorithm.router.is_off() && model.can_recall();
+    let same = algorithm.recall && model.can_recall();
     (same && together).then(|| DecoderMemory::new(algorithm.stream_rows(), algorithm.recompute))
 }
 

@@ -128,11 +128,11 @@ impl Blocks {
                 scales: None,
                 qkv,
                 proj,
-                mlp: Mlp::Plain {
+                mlp: Some(Mlp::Plain {
                     fc1: weights.linear(&at(names.fc[0]), i, c, true)?,
                     act: sizes.activation,
                     fc2: weights.linear(&at(names.fc[1]), c, i, true)?,
-                },
+                }),
                 heads: sizes.heads,
             }));
         }

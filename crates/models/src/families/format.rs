@@ -24,6 +24,12 @@ pub trait Format: Send + Sync {
         Vec::new()
     }
 
+    /// Returns whether published files hold the layers of each expert in tensors of their own, such as
+    /// `experts.0.gate_proj.weight`. Files may be read in either form.
+    fn splits_experts(&self) -> bool {
+        false
+    }
+
     /// Adjusts the `config.json` of a saved copy.
     fn saved_config(&self, _config: &mut Map<String, Value>) {}
 

@@ -1,6 +1,6 @@
-//! Language models that read text only: Qwen2 and Qwen2.5, dense Qwen3, Llama 2 and 3 and SmolLM2.
+//! Language models that read text only: Qwen2 and Qwen2.5, Qwen3 with and without experts, Llama 2 and 3 and SmolLM2.
 //!
-//! Source: `transformers` 5.23, `models/{qwen2,qwen3,llama}`. The class of a checkpoint is in `model_type`; sizes are in
+//! Source: `transformers` 5.23, `models/{qwen2,qwen3,qwen3_moe,llama}`. The class of a checkpoint is in `model_type`; sizes are in
 //! `config.json` itself.
 
 use std::sync::Arc;
@@ -31,10 +31,16 @@ impl TextClass {
     /// Llama.
     pub const LLAMA: Self =
         Self { model_type: "llama", architecture: "LlamaForCausalLM", defaults: TextDefaults::LLAMA };
-    /// All classes.
+    /// Qwen3 with experts.
+    pub const QWEN3_MOE: Self = Self {
+        model_type: "qwen3_moe",
+        architecture: "Qwen3MoeForCausalLM",
+        defaults: TextDefaults::QWEN3_MOE,
+    };
+    /// All dense classes.
     pub const ALL: [Self; 3] = [Self::QWEN2, Self::QWEN3, Self::LLAMA];
 
-    /// Returns the class with this `model_type`.
+    /// Returns the dense class with this `model_type`.
     pub fn named(model_type: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|class| class.model_type == model_type)
     }
@@ -65,6 +71,10 @@ impl Processor for TextProcessor {}
 impl Format for Text {
     fn published_name(&self, key: &str) -> Option<String> {
         (!key.ends_with(".rotary_emb.inv_freq")).then(|| key.to_owned())
+    }
+
+    fn splits_experts(&self) -> bool {
+        self.decoder.experts.is_some()
     }
 }
 

@@ -149,7 +149,7 @@ impl Model {
 
     /// Returns whether a [`DecoderMemory`](crate::DecoderMemory) can replace a forward pass in training. Then a rollout with the
     /// same weights computes the same values, up to rounding: there is no dropout, no weight is quantised (decoding multiplies
-    /// such weights in a different way), and there are no experts.
+    /// such weights in a different way), and experts, if any, [are recalled](crate::ExpertsConfig::recalled).
     pub fn can_recall(&self) -> bool {
         self.can_recall_on(self.device)
     }
@@ -159,7 +159,7 @@ impl Model {
         let drops = self.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
         device.remembers_decoding()
             && !drops
-            && self.decoder().config().experts.is_none()
+            && self.decoder().config().experts.is_none_or(|experts| experts.recalled)
             && !self.params.iter().any(|param| matches!(param.dtype(), ParamDtype::Quantised(_)))
     }
 

@@ -22,6 +22,7 @@ use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 
 use super::digest::{TensorDigests, of_pieces};
+use super::joined::Joined;
 use super::{WeightDtype, named_in};
 use crate::error::{ModelError, Result};
 use crate::families::{Companion, FamilyOption};
@@ -40,13 +41,16 @@ pub struct WeightFiles {
     dir: PathBuf,
     shards: Vec<Shard>,
     tensors: HashMap<String, Entry>,
+    /// Weights of experts that the files hold in other tensors.
+    joined: BTreeMap<String, Joined>,
     /// Digests of the tensors that have been read; empty if nobody needs them.
     digests: OnceLock<Mutex<TensorDigests>>,
 }
 
-struct Entry {
-    shard: usize,
-    info: TensorInfo,
+/// A tensor of a file.
+pub(super) struct Entry {
+    pub(super) shard: usize,
+    pub(super) info: TensorInfo,
 }
 
 /// An open safetensors file.
@@ -178,7 +182,8 @@ impl Shard {
 
 impl WeightFiles {
     fn empty(dir: PathBuf) -> Self {
-        Self { dir, shards: Vec::new(), tensors: HashMap::new(), digests: OnceLock::new() }
+        let (shards, tensors, joined) = (Vec::new(), HashMap::new(), BTreeMap::new());
+        Self { dir, shards, tensors, joined, digests: OnceLock::new() }
     }
 
     /// Computes a digest of the bytes of each tensor that is read from now on.
@@ -206,20 +211,30 @@ impl WeightFiles {
 
     /// Reads a tensor for its digest alone, if that is needed.
     pub(super) fn digest(&self, name: &str) -> Result<()> {
-        let (Some(_), Some(Entry { shard, info })) = (self.digests.get(), self.tensors.get(name)) else {
+        if self.digests.get().is_none() || self.shape(name).is_none() {
             return Ok(());
-        };
-        let (start, end) = info.data_offsets;
-        let len: usize = info.shape.iter().product();
-        let piece = PIECE * (end - start) / len.max(1);
-        let pieces = parallel::map((start..end).step_by(piece.max(1)), end - start, |at| {
-            let mut bytes = vec![0; piece.min(end - at)];
-            let shard = &self.shards[*shard];
-            shard.read(shard.data + at as u64, &mut bytes)?;
-            Ok(checksum(&bytes))
-        });
-        self.note(name, Some(pieces.into_iter().collect::<Result<_>>()?));
+        }
+        let mut all = Vec::new();
+        for Entry { shard, info } in self.entries(name) {
+            let (start, end) = info.data_offsets;
+            let len: usize = info.shape.iter().product();
+            let piece = PIECE * (end - start) / len.max(1);
+            let pieces = parallel::map((start..end).step_by(piece.max(1)), end - start, |at| {
+                let mut bytes = vec![0; piece.min(end - at)];
+                let shard = &self.shards[*shard];
+                shard.read(shard.data + at as u64, &mut bytes)?;
+                Ok(checksum(&bytes))
+            });
+            all.extend(pieces.into_iter().collect::<Result<Vec<_>>>()?);
+        }
+        self.note(name, Some(all));
         Ok(())
+    }
+
+    /// Returns the tensors of the files that hold a weight.
+    fn entries(&self, name: &str) -> impl Iterator<Item = &Entry> {
+        let joined = self.joined.get(name).into_iter().flat_map(Joined::entries);
+        self.tensors.get(name).into_iter().chain(joined)
     }
 
     /// Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names. `published` maps a
@@ -234,6 +249,7 @@ impl WeightFiles {
         for path in shard_paths(dir)? {
             this.add_file(&path, &published, &mut keys_seen)?;
         }
+        this.joined = Joined::take(&mut this.tensors);
         Ok(this)
     }
 
@@ -306,27 +322,23 @@ impl WeightFiles {
 
     /// Returns all published tensor names, in no particular order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.tensors.keys().map(String::as_str)
+        self.tensors.keys().chain(self.joined.keys()).map(String::as_str)
     }
 
     /// Returns the shape of a tensor.
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
-        self.tensors.get(name).map(|e| e.info.shape.as_slice())
+        let joined = || Some(self.joined.get(name)?.shape.as_slice());
+        self.tensors.get(name).map(|e| e.info.shape.as_slice()).or_else(joined)
     }
 
     /// Returns the dtype in which a tensor will be held, or `None` if the file's dtype is unsupported.
     pub(super) fn held_as(&self, name: &str, dtype: WeightDtype) -> Option<ParamDtype> {
-        match (self.tensors.get(name)?.info.dtype, dtype) {
-            (Dtype::BF16, WeightDtype::Auto) => Some(ParamDtype::Bf16),
-            (Dtype::F32 | Dtype::F16 | Dtype::BF16, WeightDtype::BFloat16) => Some(ParamDtype::Bf16),
-            (Dtype::F32 | Dtype::F16 | Dtype::BF16, _) => Some(ParamDtype::F32),
-            _ => None,
-        }
+        held(self.entries(name).next()?, dtype)
     }
-
     /// Returns the size of a tensor in its file, in bytes.
     pub fn num_bytes(&self, name: &str) -> Option<usize> {
-        self.tensors.get(name).map(|entry| entry.info.data_offsets.1 - entry.info.data_offsets.0)
+        let bytes = |entry: &Entry| entry.info.data_offsets.1 - entry.info.data_offsets.0;
+        self.shape(name).map(|_| self.entries(name).map(bytes).sum())
     }
 
     /// Returns a weight that stays in its mapped file. Returns `None` if its values need conversion or are not aligned for
@@ -408,41 +420,58 @@ impl WeightFiles {
     /// # Errors
     /// Returns an error if the file is unreadable or has become shorter.
     pub fn read(&self, name: &str, dtype: WeightDtype) -> Result<std::result::Result<Values, String>> {
-        let Some(Entry { shard, info }) = self.tensors.get(name) else {
-            return Ok(Err(format!("  missing tensor {name}")));
+        let mut pieces = self.pieces();
+        let values = match (self.tensors.get(name), self.joined.get(name)) {
+            (Some(entry), _) => self.read_entry(entry, dtype, &mut pieces)?,
+            (None, Some(joined)) => joined.read(|entry| {
+                let mut own = self.pieces();
+                let values = self.read_entry(entry, dtype, &mut own)?;
+                pieces.iter_mut().zip(own).for_each(|(all, own)| all.extend(own));
+                Ok(values)
+            })?,
+            (None, None) => return Ok(Err(format!("  missing tensor {name}"))),
         };
+        self.note(name, pieces);
+        Ok(values.map_err(|what| format!("  tensor {name}: {what}")))
+    }
+
+    /// Reads a tensor of a file. The inner error says what is wrong with its values.
+    fn read_entry(
+        &self,
+        entry: &Entry,
+        dtype: WeightDtype,
+        pieces: &mut Option<Vec<u64>>,
+    ) -> Result<std::result::Result<Values, String>> {
+        let Entry { shard, info } = entry;
         let (shard, len) = (&self.shards[*shard], info.shape.iter().product());
         // Zeroed memory comes from the system, so no thread has to write it first.
         let (wide, narrow) = (|| vec![0.0f32; len], || vec![0u16; len].reinterpret_into());
         let same = |x: f32| (x, x.is_finite());
         let round = |x: f32| (bf16::from_f32(x), x.is_finite());
         let f16 = |b| f16::from_le_bytes(b).to_f32();
-        let mut pieces = self.pieces();
-        let values = match (info.dtype, self.held_as(name, dtype)) {
+        Ok(match (info.dtype, held(entry, dtype)) {
             (Dtype::BF16, Some(ParamDtype::Bf16)) => {
                 let number = |b| {
                     let x = bf16::from_le_bytes(b);
                     (x, x.is_finite())
                 };
-                shard.numbers(info, narrow(), &mut pieces, number)?.map(Values::Bf16)
+                shard.numbers(info, narrow(), pieces, number)?.map(Values::Bf16)
             }
-            (Dtype::F32, Some(ParamDtype::Bf16)) => shard
-                .numbers(info, narrow(), &mut pieces, |b| round(f32::from_le_bytes(b)))?
-                .map(Values::Bf16),
+            (Dtype::F32, Some(ParamDtype::Bf16)) => {
+                shard.numbers(info, narrow(), pieces, |b| round(f32::from_le_bytes(b)))?.map(Values::Bf16)
+            }
             (Dtype::F16, Some(ParamDtype::Bf16)) => {
-                shard.numbers(info, narrow(), &mut pieces, |b| round(f16(b)))?.map(Values::Bf16)
+                shard.numbers(info, narrow(), pieces, |b| round(f16(b)))?.map(Values::Bf16)
             }
             (Dtype::F32, _) => {
-                shard.numbers(info, wide(), &mut pieces, |b| same(f32::from_le_bytes(b)))?.map(Values::F32)
+                shard.numbers(info, wide(), pieces, |b| same(f32::from_le_bytes(b)))?.map(Values::F32)
             }
-            (Dtype::F16, _) => shard.numbers(info, wide(), &mut pieces, |b| same(f16(b)))?.map(Values::F32),
+            (Dtype::F16, _) => shard.numbers(info, wide(), pieces, |b| same(f16(b)))?.map(Values::F32),
             (Dtype::BF16, _) => shard
-                .numbers(info, wide(), &mut pieces, |b| same(bf16::from_le_bytes(b).to_f32()))?
+                .numbers(info, wide(), pieces, |b| same(bf16::from_le_bytes(b).to_f32()))?
                 .map(Values::F32),
             (other, _) => Err(format!("dtype {other:?}, expected F32, BF16 or F16")),
-        };
-        self.note(name, pieces);
-        Ok(values.map_err(|what| format!("  tensor {name}: {what}")))
+        })
     }
 
     /// Returns whether two tensors have the same bytes.
@@ -467,6 +496,16 @@ impl WeightFiles {
             }
         }
         Ok(true)
+    }
+}
+
+/// Returns the dtype in which a tensor will be held, or `None` if the file's dtype is unsupported.
+fn held(entry: &Entry, dtype: WeightDtype) -> Option<ParamDtype> {
+    match (entry.info.dtype, dtype) {
+        (Dtype::BF16, WeightDtype::Auto) => Some(ParamDtype::Bf16),
+        (Dtype::F32 | Dtype::F16 | Dtype::BF16, WeightDtype::BFloat16) => Some(ParamDtype::Bf16),
+        (Dtype::F32 | Dtype::F16 | Dtype::BF16, _) => Some(ParamDtype::F32),
+        _ => None,
     }
 }
 

@@ -6,6 +6,7 @@
 
 pub(crate) mod digest;
 mod files;
+mod joined;
 pub(crate) mod save;
 
 use std::collections::HashSet;
@@ -74,7 +75,7 @@ impl Quantization<'_> {
             [_, _, _] => experts,
             _ => false,
         };
-        let linear = matrix && name.ends_with(".weight");
+        let linear = matrix && (experts || name.ends_with(".weight"));
         linear && name.split('.').all(plain) && !(self.keep)(name, part)
     }
 }

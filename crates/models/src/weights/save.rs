@@ -10,20 +10,22 @@ use omnigrpo_kernels::Stored;
 use omnigrpo_ops::{Param, ParamDtype};
 use safetensors::tensor::{Dtype, View};
 
+use super::joined::{OwnLayer, own_layers};
 use crate::error::{ModelError, Result};
 
 /// Largest size of a shard in bytes, as in the tools of the Hugging Face Hub.
 const SHARD_BYTES: usize = 5_000_000_000;
 
 /// Writes `model.safetensors`, or shards with an index if the weights exceed 5 GB, into `dir`. Dtypes are those of
-/// the weights in memory. Only one tensor at a time is copied.
+/// the weights in memory. Only one tensor at a time is copied. With `split_experts`, the layers of each expert become tensors of
+/// their own.
 ///
 /// The files have their final names while they are written. A caller that needs atomicity writes into a
 /// temporary directory and renames it.
 ///
 /// # Errors
 /// Returns an error if the directory cannot be written or the disk is full.
-pub fn save_weights(dir: &Path, params: &[Arc<Param>]) -> Result<()> {
+pub fn save_weights(dir: &Path, params: &[Arc<Param>], split_experts: bool) -> Result<()> {
     if let Some(param) = params.iter().find(|p| matches!(p.dtype(), ParamDtype::Quantised(_))) {
         return Err(ModelError::Checkpoint {
             dir: dir.to_path_buf(),
@@ -34,7 +36,14 @@ pub fn save_weights(dir: &Path, params: &[Arc<Param>]) -> Result<()> {
             ),
         });
     }
-    let tensors: Vec<_> = params.iter().map(|param| (param.name(), ParamView(param))).collect();
+    let whole = |param: &&Arc<Param>| !(split_experts && param.is_experts());
+    let (whole, experts): (Vec<&Arc<Param>>, Vec<_>) = params.iter().partition(whole);
+    let whole = whole.into_iter().map(|param| (param.name().to_owned(), ParamView { param, part: None }));
+    let parts = experts.into_iter().flat_map(|param| {
+        own_layers(param).into_iter().map(move |(name, part)| (name, ParamView { param, part: Some(part) }))
+    });
+    let named: Vec<(String, ParamView)> = whole.chain(parts).collect();
+    let tensors: Vec<_> = named.iter().map(|(name, view)| (name.as_str(), *view)).collect();
     save_tensors(dir, &tensors)
 }
 
@@ -103,27 +112,39 @@ pub fn share(_path: &Path) -> Result<()> {
     Ok(())
 }
 
-struct ParamView<'a>(&'a Param);
+/// A weight, or a part of it, as a tensor of a file.
+#[derive(Clone, Copy)]
+struct ParamView<'a> {
+    param: &'a Param,
+    part: Option<OwnLayer>,
+}
 
 impl View for &ParamView<'_> {
     fn dtype(&self) -> Dtype {
-        if self.0.dtype() == ParamDtype::Bf16 { Dtype::BF16 } else { Dtype::F32 }
+        if self.param.dtype() == ParamDtype::Bf16 { Dtype::BF16 } else { Dtype::F32 }
     }
 
     fn shape(&self) -> &[usize] {
-        self.0.shape()
+        self.part.as_ref().map_or(self.param.shape(), |part| &part.shape)
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        match self.0.read().stored() {
-            Stored::F32(data) => data.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>(),
-            Stored::Bf16(data) => data.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        match self.param.read().stored() {
+            Stored::F32(data) => self.values(data).iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>(),
+            Stored::Bf16(data) => self.values(data).iter().flat_map(|x| x.to_le_bytes()).collect(),
             Stored::Quantised(_) => Vec::new(),
         }
         .into()
     }
 
     fn data_len(&self) -> usize {
-        self.0.num_bytes()
+        self.param.num_bytes() / self.param.len().max(1) * View::shape(self).iter().product::<usize>()
+    }
+}
+
+impl ParamView<'_> {
+    /// Returns the values of the weight that belong to the tensor, in its order.
+    fn values<'d, T: Copy + Send + Sync>(&self, data: &'d [T]) -> Cow<'d, [T]> {
+        self.part.map_or(Cow::Borrowed(data), |part| Cow::Owned(part.values(data)))
     }
 }

@@ -31,6 +31,8 @@ struct Case {
     plain: Option<Activation>,
     /// Experts, and how many of them a row uses.
     experts: Option<(usize, usize)>,
+    /// Whether the experts replace the feed-forward layer.
+    alone: bool,
     /// Axes of the rotation.
     axes: usize,
     layout: AttentionLayout,
@@ -56,6 +58,7 @@ fn qwen2() -> Case {
         biases: [true, true, true, false, false],
         plain: None,
         experts: None,
+        alone: false,
         axes: 1,
         layout: AttentionLayout::causal(T),
         rows: None,
@@ -153,6 +156,28 @@ fn cases() -> Vec<Case> {
             ..llama.clone()
         },
         Case { what: "all of the experts", experts: Some((3, 3)), ..llama.clone() },
+        Case {
+            what: "qwen3, experts alone",
+            experts: Some((5, 2)),
+            alone: true,
+            layout: groups.clone(),
+            ..qwen3.clone()
+        },
+        Case {
+            what: "qwen3, experts alone, chosen rows",
+            experts: Some((5, 3)),
+            alone: true,
+            layout: groups.clone(),
+            rows: rows.clone(),
+            ..qwen3.clone()
+        },
+        Case {
+            what: "experts alone, scaled, norms behind",
+            experts: Some((4, 2)),
+            alone: true,
+            scales: true,
+            ..bert.clone()
+        },
         Case { what: "experts, scaled, norms behind", experts: Some((4, 2)), scales: true, ..bert.clone() },
         lora("adapters", Case { layout: groups.clone(), ..qwen2() }, 0.0),
         lora("adapters that drop", Case { layout: groups.clone(), ..qwen2() }, 0.5),
@@ -209,7 +234,7 @@ impl Built {
         };
         let proj = linear("proj", h, heads.q_width(), o);
         let router = case.experts.map(|(e, _)| linear("router", e, h, false));
-        let mlp = match case.plain {
+        let mut mlp = || match case.plain {
             Some(act) => Mlp::Plain { fc1: linear("fc1", i, h, mlp), act, fc2: linear("fc2", h, i, mlp) },
             None => Mlp::SwiGlu {
                 gate: linear("gate", i, h, mlp),
@@ -217,6 +242,7 @@ impl Built {
                 down: linear("down", h, i, mlp),
             },
         };
+        let mlp = (!case.alone).then(&mut mlp);
         let experts = case.experts.zip(router).map(|((e, topk), router)| {
             let mut layer = |name: &str, k, n| ExpertLinear::new(make(name, &[e, k, n], 0.0, 1.0)).unwrap();
             Experts { router, fc1: layer("experts.fc1", h, 2 * i), fc2: layer("experts.fc2", i, h), topk }

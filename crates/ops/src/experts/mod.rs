@@ -174,6 +174,29 @@ impl Routes {
         }
     }
 
+    /// Puts the places of each row side by side, in the order of their experts: `[p, w] → [t, topk · w]`. Rows in this form do not
+    /// depend on each other, and [`Self::by_place`] of the same choice reverses it.
+    pub fn by_row(&self, x: &Rows) -> Result<Rows> {
+        let (places, width) = x.dims();
+        let order: Vec<usize> = self.sums.rows.iter().map(|&place| place as usize).collect();
+        match places == self.places() {
+            true => x.select(&order.into())?.reshape(self.rows(), places / self.rows().max(1) * width),
+            false => Err(self.error("experts by row", x)),
+        }
+    }
+
+    /// Reverses [`Self::by_row`]: `[t, topk · w] → [p, w]`.
+    pub fn by_place(&self, x: &Rows) -> Result<Rows> {
+        let each = self.places() / self.rows().max(1);
+        if x.rows() != self.rows() || !x.cols().is_multiple_of(each.max(1)) {
+            return Err(self.error("experts by place", x));
+        }
+        let mut order = vec![0; self.places()];
+        self.sums.rows.iter().enumerate().for_each(|(at, &place)| order[place as usize] = at);
+        let width = x.cols() / each.max(1);
+        x.clone().reshape(self.places(), width)?.select(&order.into())
+    }
+
     /// Sums the places of each row: `[p, h] → [t, h]`. This is the gradient of [`Self::scatter`].
     pub fn gather(&self, x: &Rows) -> Result<Rows> {
         match x.rows() == self.places() {

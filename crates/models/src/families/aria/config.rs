@@ -7,9 +7,18 @@
 use std::collections::BTreeMap;
 
 use crate::config_json::ConfigJson;
-use crate::decoder::{DecoderConfig, ExpertsConfig, TextDefaults};
+use crate::decoder::{DecoderConfig, TextDefaults};
 use crate::encoders::{PictureConfig, SizeKeys};
 use crate::error::Result;
+use crate::experts::{ExpertNames, ExpertsConfig};
+
+/// Names of the published files.
+const EXPERTS: ExpertNames = ExpertNames {
+    router: "mlp.router.weight",
+    fc1: "mlp.experts.fc1.weight",
+    fc2: "mlp.experts.fc2.weight",
+    shared: Some("mlp.shared_experts"),
+};
 
 /// A whole configuration.
 #[derive(Clone, Debug, PartialEq)]
@@ -39,6 +48,8 @@ impl AriaConfig {
             count: text.size("moe_num_experts", Some(8))?,
             topk: text.size("moe_topk", Some(2))?,
             intermediate: text.size("moe_intermediate_size", Some(decoder.intermediate))?,
+            names: &EXPERTS,
+            recalled: false,
         };
         if experts.topk > experts.count {
             let what = format!("moe_topk is {}, but moe_num_experts is only {}", experts.topk, experts.count);

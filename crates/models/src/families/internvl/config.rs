@@ -69,12 +69,12 @@ impl InternVlConfig {
     ///
     /// # Errors
     /// Returns an error that names the field if a field is missing or invalid. Also returns an error if the language model is
-    /// neither Qwen2 nor dense Qwen3.
+    /// neither Qwen2 nor Qwen3.
     pub fn parse(json: &ConfigJson, layout: Layout) -> Result<Self> {
         let text = json.required_section(layout.rules().text)?;
         let model_type = text.text("model_type")?.unwrap_or("qwen2");
         let architecture = text.get("architectures").and_then(|v| v.as_array()?.first()?.as_str());
-        let classes = [TextClass::QWEN2, TextClass::QWEN3];
+        let classes = [TextClass::QWEN2, TextClass::QWEN3, TextClass::QWEN3_MOE];
         let named = |class: &TextClass| {
             class.model_type == model_type && architecture.is_none_or(|name| name == class.architecture)
         };
@@ -82,7 +82,7 @@ impl InternVlConfig {
             Some(class) => class.defaults,
             None => {
                 let architecture = architecture.unwrap_or("of unknown architecture");
-                let what = "expected Qwen2 or dense Qwen3";
+                let what = "expected Qwen2 or Qwen3";
                 return Err(
                     json.error(format!("the language model is {architecture} ({model_type}); {what}"))
                 );

@@ -19,13 +19,14 @@ use super::{CLOSE, CONTEXT, OPEN, template};
 use crate::config_json::ConfigJson;
 use crate::encoders::ACTIVATIONS;
 use crate::error::{ModelError, Result};
-use crate::families::Converted;
+use crate::families::{Converted, TextClass};
 use crate::rope::RopeScaling;
 
 /// Fields of a language model's configuration that both layouts keep. Published files contain many that concern other programs.
-const TEXT_KEYS: &str = "attention_bias attention_dropout bos_token_id dtype eos_token_id head_dim hidden_act hidden_size \
-    initializer_range intermediate_size max_position_embeddings max_window_layers \
-    num_attention_heads num_hidden_layers num_key_value_heads pad_token_id rms_norm_eps rope_scaling \
+const TEXT_KEYS: &str = "attention_bias attention_dropout bos_token_id decoder_sparse_step dtype eos_token_id head_dim hidden_act \
+    hidden_size initializer_range intermediate_size max_position_embeddings max_window_layers mlp_only_layers \
+    moe_intermediate_size norm_topk_prob num_attention_heads num_experts num_experts_per_tok num_hidden_layers \
+    num_key_value_heads num_local_experts pad_token_id rms_norm_eps rope_scaling \
     rope_theta sliding_window tie_word_embeddings torch_dtype use_cache use_sliding_window \
     vocab_size";
 
@@ -109,12 +110,13 @@ fn text_section(json: &ConfigJson, config: &InternVlConfig) -> Result<Map<String
         out.insert("rope_scaling".into(), rope.clone());
     }
     out.insert("rope_theta".into(), json!(config.decoder.rope.theta));
-    let (architecture, model_type) = match config.decoder.qk_norm {
-        true => ("Qwen3ForCausalLM", "qwen3"),
-        false => ("Qwen2ForCausalLM", "qwen2"),
+    let class = match (config.decoder.qk_norm, config.decoder.experts) {
+        (false, _) => TextClass::QWEN2,
+        (true, None) => TextClass::QWEN3,
+        (true, Some(_)) => TextClass::QWEN3_MOE,
     };
-    out.insert("architectures".into(), json!([architecture]));
-    out.insert("model_type".into(), json!(model_type));
+    out.insert("architectures".into(), json!([class.architecture]));
+    out.insert("model_type".into(), json!(class.model_type));
     Ok(out)
 }
 

@@ -94,6 +94,10 @@ impl Format for InternVl {
         })
     }
 
+    fn splits_experts(&self) -> bool {
+        self.config.decoder.experts.is_some()
+    }
+
     fn module_name(&self, published: &str) -> String {
         if !self.config.layout.rules().as_modules {
             return published.to_owned();

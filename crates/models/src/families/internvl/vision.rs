@@ -71,11 +71,11 @@ impl VisionTower {
                 scales,
                 qkv,
                 proj,
-                mlp: Mlp::Plain {
+                mlp: Some(Mlp::Plain {
                     fc1: weights.linear(&at("mlp.fc1"), i, c, true)?,
                     act: v.activation,
                     fc2: weights.linear(&at("mlp.fc2"), c, i, true)?,
-                },
+                }),
                 heads: v.heads,
             }));
         }

@@ -1,6 +1,6 @@
-//! Qwen2-VL, Qwen2.5-VL and the dense sizes of Qwen3-VL.
+//! Qwen2-VL, Qwen2.5-VL and Qwen3-VL, dense and with experts.
 //!
-//! Source: `transformers` 5.23 (`models/qwen2_vl`, `models/qwen2_5_vl`, `models/qwen3_vl`), `qwen-vl-utils` 0.0.14 for media, the
+//! Source: `transformers` 5.23 (`models/qwen2_vl`, `models/qwen2_5_vl`, `models/qwen3_vl`, `models/qwen3_vl_moe`), `qwen-vl-utils` 0.0.14 for media, the
 //! published checkpoints for defaults.
 
 mod config;

@@ -108,3 +108,6 @@ pub const QWEN3: Rules = Rules {
     video: ImageProcessor::qwen3_video_default,
     ..QWEN2
 };
+
+/// Qwen3-VL with experts.
+pub const QWEN3_MOE: Rules = Rules { text: TextDefaults::QWEN3_VL_MOE, ..QWEN3 };

@@ -89,7 +89,7 @@ impl VisionTower {
                 heads: config.heads,
                 qkv: vec![linear("attn.qkv", 3 * c, c)?],
                 proj: linear("attn.proj", c, c)?,
-                mlp: match rules.gated {
+                mlp: Some(match rules.gated {
                     false => Mlp::Plain {
                         fc1: linear(rules.plain[0], i, c)?,
                         act: config.activation,
@@ -100,7 +100,7 @@ impl VisionTower {
                         up: linear("mlp.up_proj", i, c)?,
                         down: linear("mlp.down_proj", c, i)?,
                     },
-                },
+                }),
             }));
         }
         let mut weights = weights.of(Part::Projector);
