@@ -112,6 +112,16 @@ def gain(name: str) -> float:
     return 2.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.2
 
 
+def inputs(name: str, p) -> int:
+    """Inputs of a layer, or of one expert."""
+    return p.shape[-1] if ".experts." in name else p[0].numel()
+
+
+def oriented(name: str, tensor):
+    """A tensor of transformers 5 in the program's form: weights of experts are [e, inputs, outputs]."""
+    return tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
+
+
 def randomise(model, seed: int):
     """Random weights with a useful spread: no bias is 0, no norm weight is 1, logits differ by more than rounding."""
     generator = torch.Generator().manual_seed(seed)
@@ -125,7 +135,7 @@ def randomise(model, seed: int):
             elif "embed_tokens" in n or "lm_head" in n:
                 p.copy_(0.35 * noise)
             else:
-                p.copy_(noise * (gain(n) / math.sqrt(p[0].numel())))
+                p.copy_(noise * (gain(n) / math.sqrt(inputs(n, p))))
 
 
 def new_model(name: str):
@@ -308,7 +318,7 @@ def gradients(model, full: bool) -> dict:
         if p.grad is None:
             continue
         assert torch.isfinite(p.grad).all(), n
-        out[f"sketch.{n}"] = sketch(p.grad)
+        out[f"sketch.{n}"] = sketch(oriented(n, p.grad))
         if full:
             out[f"grad.{n}"] = p.grad
     return out

@@ -26,7 +26,11 @@ WIDTH, DEPTH, TOWER_HEADS, TOWER_INTER = 32, 2, 2, 48
 # Width of a head of a Qwen3 language model: more than its share of the stream.
 WIDE_HEAD = 24
 
-# name -> layout, tower with RMS and qk-norm (else layer norm and biases), tied head, Qwen3 (else Qwen2), seed
+# Experts of a mixture: their number, how many of them a row uses, the width of one.
+EXPERTS, TOPK, EXPERT_INTER = 6, 2, 20
+
+# name -> layout, tower with RMS and qk-norm (else layer norm and biases), tied head, language model, seed. The language model
+# is Qwen2 (False), Qwen3 (True) or Qwen3 with experts ("moe").
 CHECKPOINTS = {
     # Seeds: every greedy step of every case is decided clearly.
     "internvl_hf": ("hf", False, False, False, 45),
@@ -35,6 +39,8 @@ CHECKPOINTS = {
     "internvl_rms_original": ("original", True, True, False, 4),
     "internvl3_5_hf": ("hf", False, False, True, 1),
     "internvl3_5_original": ("original", False, False, True, 1),
+    "internvl3_5_moe_hf": ("hf", False, False, "moe", 1),
+    "internvl3_5_moe_original": ("original", False, False, "moe", 1),
 }
 TEMPLATES = {
     "internvl_original": (
@@ -48,7 +54,7 @@ TEMPLATES = {
         "<|im_end|>",
     ),
 }
-TEMPLATES["internvl3_5_original"] = TEMPLATES["internvl_original"]
+TEMPLATES["internvl3_5_original"] = TEMPLATES["internvl3_5_moe_original"] = TEMPLATES["internvl_original"]
 
 
 class RmsNorm(nn.Module):
@@ -165,20 +171,51 @@ class Attention(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    def __init__(self):
+    def __init__(self, inter=INTER):
         super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(HIDDEN, INTER, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(INTER, HIDDEN, bias=False)
+        self.gate_proj, self.up_proj = (nn.Linear(HIDDEN, inter, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(inter, HIDDEN, bias=False)
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Mixture(nn.Module):
+    """Experts, weighted by the softmax over all of them, divided by the sum over the chosen ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(GatedMlp(EXPERT_INTER) for _ in range(EXPERTS))
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).softmax(-1).topk(TOPK, -1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        rows = [sum(w * self.experts[e](row) for w, e in zip(ws, es)) for row, ws, es in zip(x, weights, chosen.tolist())]
+        return torch.stack(rows)
+
+
+def fused(tensors):
+    """Tensors by name, the layers of all experts of a block as one: [e, h, 2i] and [e, i, h]."""
+    out = {}
+    for name, tensor in tensors.items():
+        start, at, end = name.partition(".experts.")
+        if not at:
+            out[name] = tensor
+        elif end.startswith("0.down_proj"):
+            parts = [tensors[f"{start}.experts.{e}.down_proj.weight"].T for e in range(EXPERTS)]
+            out[f"{start}.experts.down_proj"] = torch.stack(parts)
+        elif end.startswith("0.gate_proj"):
+            both = lambda e: [tensors[f"{start}.experts.{e}.{part}_proj.weight"].T for part in ("gate", "up")]
+            out[f"{start}.experts.gate_up_proj"] = torch.stack([torch.cat(both(e), 1) for e in range(EXPERTS)])
+    return out
 
 
 class DecoderLayer(nn.Module):
     def __init__(self, qwen3):
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = RmsNorm(HIDDEN), RmsNorm(HIDDEN)
-        self.self_attn, self.mlp = Attention(qwen3), GatedMlp()
+        self.self_attn, self.mlp = Attention(qwen3), Mixture() if qwen3 == "moe" else GatedMlp()
 
     def forward(self, x):
         x = x + self.self_attn(self.input_layernorm(x))

@@ -8,11 +8,11 @@ import shutil
 
 import fixtures
 import torch
-from fixtures import FRAMES, MEDIA, OUT, open_rgb, save_tensors, sketch, write_json
+from fixtures import FRAMES, MEDIA, OUT, open_rgb, oriented, save_tensors, sketch, write_json
 from internvl import (
-    ADDED, CHECKPOINTS, CONTEXT, DEPTH, EOT, HEADS, HIDDEN, ID, IM_END, INTER, KV_HEADS, LAYERS, MAX_TILES, MEAN,
-    NUM_MERGES, PATCH, SIDE, SPECIAL, STD, TEMPLATES, TOKENS_PER_TILE, TOWER_HEADS, TOWER_INTER, VOCAB, WIDTH, Original,
-    WIDE_HEAD, arrangement, hf_names, new_original, normalise, tiles_u8, to_hf,
+    ADDED, CHECKPOINTS, CONTEXT, DEPTH, EOT, EXPERTS, EXPERT_INTER, HEADS, HIDDEN, ID, IM_END, INTER, KV_HEADS, LAYERS, MAX_TILES, MEAN,
+    NUM_MERGES, PATCH, SIDE, SPECIAL, STD, TEMPLATES, TOKENS_PER_TILE, TOPK, TOWER_HEADS, TOWER_INTER, VOCAB, WIDTH, Original,
+    WIDE_HEAD, arrangement, fused, hf_names, new_original, normalise, tiles_u8, to_hf,
 )
 from make_checkpoints import CORPUS, byte_level_bpe
 from make_replay import HYPER, ROWS, grpo_terms
@@ -45,11 +45,17 @@ CASES = {
 # Which checkpoints have results for which cases.
 RESULTS = {
     "internvl_hf": "ABCDEF", "internvl_original": "ABCDEF", "internvl_rms_hf": "CE", "internvl_rms_original": "CE",
-    "internvl3_5_hf": "ABCDE", "internvl3_5_original": "CE",
+    "internvl3_5_hf": "ABCDE", "internvl3_5_original": "CE", "internvl3_5_moe_hf": "BCE", "internvl3_5_moe_original": "CE",
 }
 
 
 def text_config(tied, qwen3):
+    if qwen3 == "moe":
+        return text_config(tied, True) | dict(
+            architectures=["Qwen3MoeForCausalLM"], decoder_sparse_step=1, mlp_only_layers=[], model_type="qwen3_moe",
+            moe_intermediate_size=EXPERT_INTER, norm_topk_prob=True, num_experts=EXPERTS, num_experts_per_tok=TOPK,
+            output_router_logits=False, router_aux_loss_coef=0.001,
+        )
     if qwen3:
         return dict(
             architectures=["Qwen3ForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=EOT,
@@ -205,6 +211,11 @@ class Hf:
         """Published name -> parameter."""
         return {self.published_name(n): p for n, p in self.model.named_parameters()}
 
+    def gradients(self):
+        """Name in the program -> gradient."""
+        grads = {n: p.grad for n, p in self.published_parameters().items() if p.grad is not None}
+        return {n: oriented(n, g) for n, g in grads.items()}
+
 
 def load(name):
     layout, rms, tied, qwen3, seed = CHECKPOINTS[name]
@@ -212,6 +223,11 @@ def load(name):
         return Hf(name)
     model = new_original(rms, tied, qwen3, seed)
     model.published_parameters = lambda: dict(model.named_parameters())
+    # An expert that no row chose has no gradient.
+    grad = lambda n, p: torch.zeros_like(p) if p.grad is None and ".experts." in n else p.grad
+    model.gradients = lambda: fused({
+        n: g for n, p in model.named_parameters() if (g := grad(n, p)) is not None
+    })
     return model
 
 
@@ -278,9 +294,8 @@ def run_case(model, name, case, inputs):
     loss = (inputs["coefficients"] * logp).sum()
     loss.backward()
     out |= dict(logits=rows, logp=logp, loss=loss.reshape(1))
-    for n, p in model.published_parameters().items():
-        if p.grad is not None:
-            out[f"sketch.{n}"] = sketch(p.grad)
+    for n, g in model.gradients().items():
+        out[f"sketch.{n}"] = sketch(g)
     tokens, margins = [], []
     with torch.no_grad():
         for _ in range(GREEDY_TOKENS):
@@ -325,7 +340,7 @@ def write_cases():
 
 def check_layouts(cases):
     """Both layouts are one function: transformers' model and `Original` on the same weights and ids."""
-    for hf in ("internvl_hf", "internvl_rms_hf", "internvl3_5_hf"):
+    for hf in ("internvl_hf", "internvl_rms_hf", "internvl3_5_hf", "internvl3_5_moe_hf"):
         original = hf.replace("_hf", "_original")
         prompt = build_tokenizer(True).encode(render(hf, *CASES["E"]), add_special_tokens=False).ids
         a, b = load(hf), load(original)
@@ -334,9 +349,8 @@ def check_layouts(cases):
             model.zero_grad()
             _, logp = logp_of(model, prompt, cases["E"]["completion"], pixels)
             (cases["E"]["coefficients"] * logp).sum().backward()
-        theirs = a.published_parameters()
-        ours = {new: part for n, p in b.published_parameters().items() for new, part in to_hf({n: p.grad}).items()}
-        worst = max(float((theirs[n].grad - g).norm() / g.norm().clamp_min(1e-3)) for n, g in ours.items())
+        theirs, ours = a.gradients(), to_hf(b.gradients())
+        worst = max(float((theirs[n] - g).norm() / g.norm().clamp_min(1e-3)) for n, g in ours.items())
         assert ours.keys() == theirs.keys() and worst < 1e-4, worst
         print(hf, "against", original, "largest relative gradient difference", worst)
         # Tiles of another size than the tower's own: positions are interpolated.

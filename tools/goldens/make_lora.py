@@ -1,5 +1,6 @@
 """LoRA adapters made and saved by peft on the tiny checkpoints: files, log-probs, gradients of A, B and whole modules."""
 
+import functools
 import shutil
 
 import make_aria
@@ -40,6 +41,11 @@ INTERNVL = {
 # Attention of the decoder, and a layer that the tower's blocks and all mergers have.
 QWEN3_VL = {
     "mergers": ("qwen3_vl", "E", dict(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "linear_fc1"])),
+    "experts_alone": (
+        "qwen3_vl_moe", "E",
+        dict(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"],
+             target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
+    ),
 }
 # The decoder, blocks of the tower and the connector, by the names of all their linear layers.
 SMOLVLM = {
@@ -101,6 +107,15 @@ def write(adapter, name, wrapped, trained, logp, coefficients, published, layout
     print(adapter, float(loss.detach()), len(trained))
 
 
+def by_expert(experts, n, x):
+    """The factors of experts as `[e, k, r]` and `[e, r, n]`."""
+    if ".mlp.experts." not in n:
+        return x
+    if "lora_A" in n:
+        return x.reshape(experts, -1, x.shape[1]).transpose(1, 2)
+    return x.reshape(x.shape[0], -1, experts).permute(2, 1, 0)
+
+
 def run(adapter: str, cases):
     name, case, settings = ADAPTERS[adapter]
     inputs = cases[case]
@@ -133,8 +148,18 @@ def run_qwen3_vl(adapter: str):
     model = make_qwen3_vl.new_model(name)
     wrapped, trained = wrap(model, settings)
     media = make_qwen3_vl.inputs_of(make_qwen3_vl.CASES[case][1])
-    _, logp = make_qwen3_vl.logp_of(model, prompt, inputs["completion_ids"].tolist(), media)
-    write(adapter, name, wrapped, trained, logp, inputs["coefficients"], str)
+    completion = inputs["completion_ids"].tolist()
+    positions = extend(make_qwen3_vl.positions_of(model, prompt, media), len(completion))
+    # Through the wrapper: adapters of parameters are there only while it runs.
+    rows = make_qwen3_vl.logits_of(wrapped, prompt + completion, positions, media)[len(prompt) - 1 : -1]
+    logp = rows.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+
+    def published(n):
+        n = n.replace(".experts.base_layer.lora", ".experts.gate_up_proj.lora")
+        return n.replace(".experts.lora", ".experts.down_proj.lora")
+
+    layout = functools.partial(by_expert, make_qwen3_vl.EXPERTS["num_experts"])
+    write(adapter, name, wrapped, trained, logp, inputs["coefficients"], published, layout)
 
 
 def run_smolvlm(adapter: str):
@@ -156,19 +181,11 @@ def run_aria(adapter: str):
     squares = [make_aria.pictures_of(name, medium) for medium in make_aria.CASES[case][1]]
     # Through the wrapper: adapters of parameters are there only while it runs.
     _, logp = make_aria.logp_of(wrapped, prompt, inputs["completion_ids"].tolist(), squares)
-    experts = make_aria.CHECKPOINTS[name][1]
     def published(n):
         n = n.replace(".experts.base_layer.lora", ".experts.fc1.lora").replace(".experts.lora", ".experts.fc2.lora")
         return make_aria.published_name(n)
 
-    def layout(n, x):
-        """The factors of experts as `[e, k, r]` and `[e, r, n]`."""
-        if ".mlp.experts." not in n:
-            return x
-        if "lora_A" in n:
-            return x.reshape(experts, -1, x.shape[1]).transpose(1, 2)
-        return x.reshape(x.shape[0], -1, experts).permute(2, 1, 0)
-
+    layout = functools.partial(by_expert, make_aria.CHECKPOINTS[name][1])
     write(adapter, name, wrapped, trained, logp, inputs["coefficients"], published, layout)
 
 

@@ -1,14 +1,15 @@
 """Names and shapes of every tensor of the published sizes, from transformers on the meta device, and the configs used."""
 
+import copy
 import math
 import re
 
 import torch
-from fixtures import OUT, model_classes, published, write_json
+from fixtures import OUT, model_classes, oriented, published, write_json
 from make_aria import published_name as aria_name
 from transformers import (
     AriaForConditionalGeneration, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText,
-    InternVLForConditionalGeneration, LlamaConfig, Qwen3VLForConditionalGeneration,
+    InternVLForConditionalGeneration, LlamaConfig, Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration,
 )
 
 PUBLISHED = OUT / "published"
@@ -91,6 +92,9 @@ def internvl_configs() -> dict:
     out = {}
     models = {size: (internvl_text(*numbers), size == "38B") for size, numbers in INTERNVL3.items()}
     models |= {f"3.5_{size}": (internvl3_5_text(*numbers), size == "38B") for size, numbers in INTERNVL3_5.items()}
+    models["3.5_30B-A3B"] = internvl3_5_text(2048, 6144, 48, 32) | mixture(768) | dict(
+        architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_key_value_heads=4,
+    ), False
     for size, (text, large) in models.items():
         out[f"internvl_hf_{size}"] = dict(
             architectures=["InternVLForConditionalGeneration"], downsample_ratio=0.5, image_seq_length=256,
@@ -131,8 +135,8 @@ def internvl_tensors(directory, original) -> dict:
         if original:
             name = original_name(name)
         if name is not None:
-            rows = 3 if ".attn.qkv." in name else 1
-            shapes[name] = (p.shape[0] * rows, *p.shape[1:])
+            rows, shape = 3 if ".attn.qkv." in name else 1, oriented(n, p).shape
+            shapes[name] = (shape[0] * rows, *shape[1:])
     rows = {}
     for name, shape in shapes.items():
         pattern = re.sub(r"\b(layers|layer)\.(\d+)\.", r"\1.{i}.", name)
@@ -222,18 +226,40 @@ def qwen3_vl_configs() -> dict:
             ),
             vision_end_token_id=151653, vision_start_token_id=151652,
         )
+    # The mixtures have the tower of 8B.
+    for size, (hidden, intermediate, layers, heads, width) in QWEN3_VL_MOE.items():
+        dense = copy.deepcopy(out["qwen3_vl_8B"])
+        dense["text_config"] |= mixture(width) | dict(
+            hidden_size=hidden, intermediate_size=intermediate, model_type="qwen3_vl_moe_text", num_attention_heads=heads,
+            num_hidden_layers=layers, num_key_value_heads=4,
+        )
+        dense["vision_config"] |= dict(model_type="qwen3_vl_moe", out_hidden_size=hidden)
+        out[f"qwen3_vl_{size}"] = dense | dict(
+            architectures=["Qwen3VLMoeForConditionalGeneration"], model_type="qwen3_vl_moe",
+        )
     return out
+
+
+# size -> hidden, feed-forward width that no layer uses, layers, heads, width of one expert
+QWEN3_VL_MOE = {"30B-A3B": (2048, 6144, 48, 32, 768), "235B-A22B": (4096, 12288, 94, 64, 1536)}
+
+
+def mixture(width) -> dict:
+    return dict(
+        decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=width, norm_topk_prob=True, num_experts=128,
+        num_experts_per_tok=8,
+    )
 
 
 def qwen3_vl_tensors(directory) -> dict:
     config = AutoConfig.from_pretrained(directory)
     with torch.device("meta"):
-        model = Qwen3VLForConditionalGeneration(config)
+        model = (Qwen3VLMoeForConditionalGeneration if "moe" in config.model_type else Qwen3VLForConditionalGeneration)(config)
     rows, total = {}, 0
     for n, p in model.named_parameters():
         total += p.numel()
         pattern = re.sub(r"\b(layers|blocks|deepstack_merger_list)\.(\d+)\.", r"\1.{i}.", n)
-        rows.setdefault((pattern, tuple(p.shape)), set()).add(n)
+        rows.setdefault((pattern, tuple(oriented(n, p).shape)), set()).add(n)
     assert len({pattern for pattern, _ in rows}) == len(rows)
     return dict(
         tied=config.tie_word_embeddings, parameters=total,
@@ -298,6 +324,9 @@ def text_configs() -> dict:
             model_type="qwen3", num_key_value_heads=8, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000,
             sliding_window=None, tie_word_embeddings=tied, use_sliding_window=False, vocab_size=151936,
         )
+    out["qwen3_30B-A3B"] = out["qwen3_8B"] | mixture(768) | dict(zip(names, (2048, 6144, 48, 32))) | dict(
+        architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_key_value_heads=4,
+    )
     for size, (*sizes, kv, theta) in SMOLLM2.items():
         out[f"smollm2_{size}"] = dict(zip(names, sizes)) | shared | dict(
             architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=1,
@@ -322,7 +351,7 @@ def text_tensors(directory, of=AutoModelForCausalLM) -> dict:
     rows, total = {}, 0
     for name, p in model.named_parameters():
         total += p.numel()
-        rows.setdefault((re.sub(r"\blayers\.(\d+)\.", r"layers.{i}.", name), tuple(p.shape)), set()).add(name)
+        rows.setdefault((re.sub(r"\blayers\.(\d+)\.", r"layers.{i}.", name), tuple(oriented(name, p).shape)), set()).add(name)
     return dict(
         tied=config.tie_word_embeddings, parameters=total,
         tensors=[[p, list(s), len(names) if "{i}" in p else 0] for (p, s), names in rows.items()],
@@ -414,7 +443,7 @@ def main():
     ).items():
         directory = PUBLISHED / key
         write_json(directory / "config.json", config)
-        if config["model_type"] in ("qwen2", "qwen3", "llama"):
+        if config["model_type"] in ("qwen2", "qwen3", "qwen3_moe", "llama"):
             result = text_tensors(directory)
         elif key.startswith("smolvlm"):
             write_json(directory / "preprocessor_config.json", smolvlm_processor(config))

@@ -12,7 +12,7 @@ from pathlib import Path
 import fixtures
 import numpy as np
 import torch
-from fixtures import EOT, FRAMES, ID, IM_END, IMG, MEDIA, OUT, VE, VID, VOCAB, VS, extend, open_rgb, save_tensors, sketch, write_json
+from fixtures import EOT, FRAMES, ID, IM_END, IMG, MEDIA, OUT, VE, VID, VOCAB, VS, extend, inputs, open_rgb, oriented, save_tensors, sketch, write_json
 from make_checkpoints import CHAT_TEMPLATE, DEFAULT_SYSTEM, build_tokenizer, tokenizer_config
 from make_internvl import number, three_steps
 from make_replay import ROWS
@@ -21,6 +21,7 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration, Qwen3VLProcessor,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.video_utils import VideoMetadata
 
@@ -64,11 +65,6 @@ def classes(name):
     if is_moe(name):
         return Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
     return Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-
-def published(name, tensor):
-    """A tensor as published files hold it. transformers 5 transposes experts when it loads and when it saves."""
-    return tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
 
 
 def hub_config(name):
@@ -121,8 +117,7 @@ def new_model(name):
                 loud = n.endswith(("o_proj.weight", "down_proj.weight"))
                 gain = (1.2 if "merger" in n else 0.8) if "visual" in n else (2.0 if loud else 1.2)
                 gain = 1.0 if ".experts." in n else gain
-                inputs = p.shape[-1] if ".experts." in n else p[0].numel()
-                p.copy_(noise * (gain / math.sqrt(inputs)))
+                p.copy_(noise * (gain / math.sqrt(inputs(n, p))))
     return model
 
 
@@ -193,7 +188,8 @@ def write_checkpoints():
             assert all(torch.equal(p, tensors[n]) for n, p in parameters(loaded).items())
             config = json.loads((Path(scratch) / "config.json").read_text())
         assert "rope_parameters" in config["text_config"]
-        tensors = {n: published(n, p) for n, p in tensors.items()}
+        # Published files have experts in the program's form.
+        tensors = {n: oriented(n, p) for n, p in tensors.items()}
         save_tensors(directory / "model.safetensors", tensors, format="pt")
         if is_moe(name):
             loaded = classes(name)[1].from_pretrained(write_config(directory, hub_config(name)), dtype=torch.float32)
@@ -285,7 +281,25 @@ def features(model, media):
     return torch.cat(out)
 
 
-def run_case(model, name, case, inputs):
+def balance(model, prompt, completion, pixels):
+    """transformers' loss that balances the use of experts, of one router at a time, divided by the experts of a row: 1 if all are
+    used equally. Only the rows that score the completion leave the last block."""
+    routers = [m for n, m in model.named_modules() if n.endswith("mlp.gate")]
+    kept = []
+    hooks = [m.register_forward_hook(lambda _, __, out: kept.append(out[0])) for m in routers]
+    model.zero_grad(set_to_none=True)
+    logp_of(model, prompt, completion, pixels)
+    [hook.remove() for hook in hooks]
+    # The last token of a completion is not read.
+    kept = [logits[:-1] for logits in kept[:-1]] + [kept[-1][len(prompt) - 1 : -1]]
+    topk, count = EXPERTS["num_experts_per_tok"], EXPERTS["num_experts"]
+    loss = sum(load_balancing_loss_func((logits,), count, topk) for logits in kept) / topk
+    loss.backward()
+    grads = {n: p.grad for n, p in parameters(model).items() if p.grad is not None}
+    return {"balance": loss.reshape(1)} | {f"balance.sketch.{n}": sketch(oriented(n, g)) for n, g in grads.items()}
+
+
+def run_case(model, name, case, given):
     text, media, fps, _ = CASES[case]
     prompt, pixels = encode(render(text, media, fps)), inputs_of(media)
     positions = positions_of(model, prompt, pixels)
@@ -297,16 +311,18 @@ def run_case(model, name, case, inputs):
         out["pixels"] = torch.stack([sketch(pixels_of(m)[0]) for m in media])
         out["grids"] = torch.tensor([pixels_of(m)[1] for m in media])
     model.zero_grad(set_to_none=True)
-    rows, logp = logp_of(model, prompt, inputs["completion"], pixels)
-    loss = (inputs["coefficients"] * logp).sum()
+    rows, logp = logp_of(model, prompt, given["completion"], pixels)
+    loss = (given["coefficients"] * logp).sum()
     loss.backward()
     out |= dict(logits=rows, logp=logp, loss=loss.reshape(1))
     for n, p in parameters(model).items():
         if p.grad is not None:
             assert torch.isfinite(p.grad).all(), n
-            out[f"sketch.{n}"] = sketch(published(n, p.grad))
+            out[f"sketch.{n}"] = sketch(oriented(n, p.grad))
             if case == "C" and name == "qwen3_vl" and ("deepstack" in n or "pos_embed" in n or ".layers.0." in n):
                 out[f"grad.{n}"] = p.grad
+    if is_moe(name) and case == "E":
+        out |= balance(model, prompt, given["completion"], pixels)
     tokens, margins = [], []
     with torch.no_grad():
         for _ in range(GREEDY_TOKENS):

@@ -1,4 +1,4 @@
-"""Tiny models that read text only (Qwen2, Qwen3, Llama), and what transformers computes with them on case B."""
+"""Tiny models that read text only (Qwen2, Qwen3 with and without experts, Llama), and what transformers computes with them on case B."""
 
 import copy
 import shutil
@@ -10,6 +10,7 @@ from make_decoders import greedy, logits_of
 from safetensors.torch import load_file
 from transformers import (
     LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM,
+    Qwen3MoeConfig, Qwen3MoeForCausalLM,
 )
 
 CASES = OUT / "cases"
@@ -35,6 +36,12 @@ MODELS = {
         num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1e6,
         tie_word_embeddings=True, **WINDOWS,
     ), 1),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, dict(
+        model_type="qwen3_moe", hidden_size=32, attention_bias=False, decoder_sparse_step=1, head_dim=16, mlp_only_layers=[],
+        moe_intermediate_size=20, norm_topk_prob=True, num_attention_heads=4, num_experts=9, num_experts_per_tok=2,
+        num_key_value_heads=2, output_router_logits=False, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1e6,
+        router_aux_loss_coef=0.001, tie_word_embeddings=True, **WINDOWS,
+    ), 13),
     # Three key heads, as SmolLM2-135M.
     "llama": (LlamaConfig, LlamaForCausalLM, dict(
         model_type="llama", hidden_size=96, attention_bias=False, head_dim=16, mlp_bias=False, num_attention_heads=6,
@@ -53,6 +60,7 @@ MESSAGES = (
 END = "{%- endif -%}"
 NO_THINKING = "{%- if enable_thinking is defined and enable_thinking is false -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}"
 TEMPLATES = {"qwen2": MESSAGES + END, "qwen3": MESSAGES + NO_THINKING + END, "llama": MESSAGES + END}
+TEMPLATES["qwen3_moe"] = TEMPLATES["qwen3"]
 
 
 def write_checkpoint(name):

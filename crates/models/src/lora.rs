@@ -55,6 +55,11 @@ fn wrong(setting: Setting, got: &str, what: impl Into<String>) -> ModelError {
     ModelError::adapter(format!("{setting} {got:?}: {}", what.into()))
 }
 
+/// Returns the name of a layer: that of its weight without `.weight`. The weights of experts may have no such ending.
+pub(crate) fn layer_of(weight: &str) -> &str {
+    weight.strip_suffix(".weight").unwrap_or(weight)
+}
+
 /// Returns the module of a tensor: its name without `weight` or `bias`, or the module that contains a bare parameter.
 pub(crate) fn module_of(tensor: &str) -> &str {
     tensor.rsplit_once('.').map_or(tensor, |(module, _)| module)
@@ -76,7 +81,7 @@ impl Model {
         }
         let layers = self.targets(&config.targets)?;
         for base in layers {
-            let stem = module_of(base.name()).to_owned();
+            let stem = layer_of(base.name()).to_owned();
             let [a, b] = factors(base.shape(), config.rank);
             if base.is_experts() && config.dropout > 0.0 {
                 let what =
@@ -99,7 +104,7 @@ impl Model {
         rank: usize,
         values: Option<[Vec<f32>; 2]>,
     ) -> Result<()> {
-        let (stem, part) = (module_of(base.name()), base.part());
+        let (stem, part) = (layer_of(base.name()), base.part());
         let param = |name: &str, data: Option<Vec<f32>>, shape: &[usize]| -> Result<Arc<Param>> {
             let name = format!("{stem}.{name}.weight");
             Ok(Arc::new(match data {

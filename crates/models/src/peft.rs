@@ -30,7 +30,7 @@ use serde_json::{Map, Value, json};
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
 use crate::families::Format;
-use crate::lora::{LoraConfig, MAX_RANK, module_of};
+use crate::lora::{LoraConfig, MAX_RANK, layer_of, module_of};
 use crate::model::Model;
 use crate::origin::Origin;
 use omnigrpo_kernels::checksum::checksum;
@@ -99,7 +99,7 @@ impl Model {
         let alpha = |alpha: f64| if alpha.fract() == 0.0 { json!(alpha as i64) } else { json!(alpha) };
         let (mut ranks, mut alphas) = (Map::new(), Map::new());
         for (base, adapter) in self.adapted() {
-            let (stem, rank) = (module_of(base.name()), adapter.rank());
+            let (stem, rank) = (layer_of(base.name()), adapter.rank());
             let module = match base.is_experts() {
                 true => format.module_name(base.name()),
                 false => format.module_name(stem),
@@ -158,10 +158,10 @@ impl Model {
         let alpha_of = alpha_pattern(&config)?;
         let file = AdapterFile::open(dir, self.family().format())?;
         let mut by_name: BTreeMap<String, Arc<Param>> =
-            self.base_params().iter().map(|p| (p.name().to_owned(), Arc::clone(p))).collect();
+            self.base_params().iter().map(|p| (layer_of(p.name()).to_owned(), Arc::clone(p))).collect();
         for (stem, pair) in &file.pairs {
             let fail = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
-            let base = by_name.remove(&format!("{stem}.weight"));
+            let base = by_name.remove(stem);
             let Some(base) = base.filter(|p| p.is_linear() || p.is_experts()) else {
                 return Err(fail(format!(
                     "the adapter is for {stem}, which is not a linear layer of this model"
@@ -201,7 +201,7 @@ impl Model {
             )));
         }
         for (base, adapter) in self.adapted() {
-            let stem = module_of(base.name());
+            let stem = layer_of(base.name());
             let Some(pair) = file.pairs.get(stem) else {
                 return Err(fail(format!("the adapter of {stem} is missing")));
             };
@@ -483,8 +483,8 @@ impl AdapterFile {
             };
             let module = parameter.clone().unwrap_or_else(|| stem.to_owned());
             let stem = published(&parameter.unwrap_or_else(|| format!("{stem}.weight")))?;
-            this.modules.insert(module_of(&stem).to_owned(), module);
-            let pair = this.pairs.entry(module_of(&stem).to_owned()).or_default();
+            this.modules.insert(layer_of(&stem).to_owned(), module);
+            let pair = this.pairs.entry(layer_of(&stem).to_owned()).or_default();
             *(if inner.ends_with(end_a) { &mut pair.0 } else { &mut pair.1 }) = Some(dense);
         }
         Ok(this)

@@ -346,7 +346,7 @@ fn published_sizes_have_the_tensors_transformers_makes() {
     let text = std::fs::read(golden("published/tensors.json")).unwrap();
     let list: serde_json::Value = serde_json::from_slice(&text).unwrap();
     let list = list.as_object().unwrap();
-    assert_eq!(list.len(), 50);
+    assert_eq!(list.len(), 55);
     for (size, entry) in list {
         let mut expected = BTreeMap::new();
         for tensor in entry["tensors"].as_array().unwrap() {
@@ -894,9 +894,13 @@ fn other_text_models_are_refused_by_name() {
         ("llama", json!({"model_type": "mistral"}), &["model_type is \"mistral\"; only \"llama\""]),
         (
             "qwen3",
-            json!({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}),
-            &["qwen3_moe", "unsupported"],
+            json!({"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"]}),
+            &["qwen2_moe", "unsupported"],
         ),
+        ("qwen3_moe", json!({"decoder_sparse_step": 2}), &["decoder_sparse_step is 2", "1"]),
+        ("qwen3_moe", json!({"mlp_only_layers": [1]}), &["mlp_only_layers is [1]", "without experts"]),
+        ("qwen3_moe", json!({"norm_topk_prob": false}), &["norm_topk_prob is false", "expected true"]),
+        ("qwen3_moe", json!({"num_experts_per_tok": 10}), &["num_experts_per_tok is 10", "only 9"]),
         ("llama", json!({"rope_scaling": {"rope_type": "longrope"}}), &["longrope", "llama3"]),
     ] {
         let dir = copied(name);
@@ -907,6 +911,126 @@ fn other_text_models_are_refused_by_name() {
         assert!(parts.iter().all(|part| message.contains(part)), "{name}, {keys}: {message}");
         open(&json!({"layer_types": full, "use_sliding_window": false})).unwrap();
     }
+}
+
+/// Returns an array `[e, a, b]` as `[e, b, a]`.
+fn transposed((dtype, shape, data): &(Dtype, Vec<usize>, Vec<u8>)) -> (Dtype, Vec<usize>, Vec<u8>) {
+    let [e, a, b] = shape[..] else { panic!("{shape:?}") };
+    let at = |i: usize| (i / (a * b), i / a % b, i % a);
+    let number = |(e, column, row): (usize, usize, usize)| 4 * ((e * a + row) * b + column);
+    let numbers = (0..e * a * b).map(|i| number(at(i)));
+    (*dtype, vec![e, b, a], numbers.flat_map(|n| data[n..n + 4].to_vec()).collect())
+}
+
+/// Splits the weights of all experts into the layers of each.
+fn with_own_layers(tensors: &mut Tensors) {
+    let names: Vec<String> = tensors.keys().filter(|name| name.contains(".experts.")).cloned().collect();
+    for name in names {
+        let (dtype, shape, data) = transposed(&tensors.remove(&name).unwrap());
+        let start = name.split_once(".experts.").unwrap().0;
+        let parts: &[&str] =
+            if name.contains("gate_up") { &["gate_proj", "up_proj"] } else { &["down_proj"] };
+        let [e, n, k] = shape[..] else { panic!("{shape:?}") };
+        let (rows, bytes) = (n / parts.len(), data.len() / (e * parts.len()));
+        let layers =
+            (0..e).flat_map(|e| parts.iter().map(move |part| format!("{start}.experts.{e}.{part}.weight")));
+        tensors.extend(
+            layers
+                .zip(data.chunks_exact(bytes))
+                .map(|(name, own)| (name, (dtype, vec![rows, k], own.to_vec()))),
+        );
+    }
+}
+
+/// A copy of a checkpoint whose tensors `change` has been at.
+fn changed(name: &str, change: impl FnOnce(&mut Tensors)) -> TempDir {
+    let dir = copied(name);
+    let path = dir.path().join("model.safetensors");
+    let mut tensors = read_tensors(&path);
+    change(&mut tensors);
+    write_tensors(&path, &tensors);
+    dir
+}
+
+/// Experts may be one tensor for all, as in published files of Qwen3-VL or transposed as `transformers` saves them, or tensors of their
+/// own. A model is saved as its family is published.
+#[test]
+fn experts_are_read_in_every_form_and_saved_in_the_published_one() {
+    let transpose = |tensors: &mut Tensors| {
+        let experts = tensors.iter_mut().filter(|(name, _)| name.contains(".experts."));
+        experts.for_each(|(_, tensor)| *tensor = transposed(tensor));
+    };
+    let names = |dir: &Path| read_tensors(&dir.join("model.safetensors")).into_keys().collect::<Vec<_>>();
+    let saved = TempDir::new().unwrap();
+    let path = |name: &str| saved.path().join(name);
+    let published = load("qwen3_vl_moe", WeightDtype::Auto);
+    let bits = weight_bits(&published);
+    for (form, dir) in [
+        ("transposed", changed("qwen3_vl_moe", transpose)),
+        ("own layers", changed("qwen3_vl_moe", with_own_layers)),
+    ] {
+        let model = omnigrpo_testkit::load(dir.path(), WeightDtype::Auto).unwrap();
+        assert!(weight_bits(&model) == bits, "{form}");
+        model.save_pretrained(&path(form)).unwrap();
+        assert_eq!(names(&path(form)), names(&checkpoint("qwen3_vl_moe")), "{form}");
+        let again = omnigrpo_testkit::load(&path(form), WeightDtype::Auto).unwrap();
+        assert!(weight_bits(&again) == bits, "{form}, saved");
+        // The same numbers in bf16, in an outline, and over a model in memory.
+        let narrow = |dir: &Path| weight_bits(&omnigrpo_testkit::load(dir, WeightDtype::BFloat16).unwrap());
+        assert!(narrow(dir.path()) == narrow(&checkpoint("qwen3_vl_moe")), "{form} in bf16");
+        published.load_weights(dir.path()).unwrap();
+        let outline = LoadOptions { outline: true, digests: true, ..LoadOptions::default() };
+        let outline = Model::load(&Checkpoint::open(dir.path()).unwrap(), &outline).unwrap();
+        assert_eq!(outline.params().len(), model.params().len());
+    }
+    for name in ["internvl3_5_moe_hf", "internvl3_5_moe_original", "qwen3_moe"] {
+        let model = load(name, WeightDtype::Auto);
+        assert!(model.params().iter().any(|p| p.name().ends_with("layers.1.mlp.experts.gate_up_proj")));
+        model.save_pretrained(&path(name)).unwrap();
+        assert_eq!(names(&path(name)), names(&checkpoint(name)), "{name}");
+        let (own, again) = (read_tensors(&checkpoint(name).join("model.safetensors")), path(name));
+        assert!(read_tensors(&again.join("model.safetensors")) == own, "{name}");
+    }
+
+    // What does not fit is named.
+    const OWN: &str = "model.layers.1.mlp.experts.4.up_proj.weight";
+    let refused = |change: &dyn Fn(&mut Tensors), parts: &[&str]| {
+        let dir = changed("qwen3_moe", change);
+        assert_refused(dir.path(), parts);
+    };
+    refused(&|tensors| drop(tensors.remove(OWN)), &["experts.gate_up_proj", &format!("{OWN} is missing")]);
+    refused(
+        &|tensors| {
+            let (_, shape, _) = tensors.get_mut(OWN).unwrap();
+            shape.reverse();
+        },
+        &["experts.gate_up_proj", &format!("{OWN} has shape [32, 20], expected [20, 32]")],
+    );
+    refused(
+        &|tensors| {
+            let (dtype, _, data) = tensors.get_mut(OWN).unwrap();
+            (*dtype, *data) = (Dtype::BF16, data.chunks(4).flat_map(|x| x[2..].to_vec()).collect());
+        },
+        &["experts.gate_up_proj", &format!("{OWN} has another dtype than")],
+    );
+    refused(
+        &|tensors| tensors.get_mut(OWN).unwrap().2[..4].copy_from_slice(&f32::NAN.to_le_bytes()),
+        &[&format!("{OWN}: element 0 is NaN")],
+    );
+    refused(
+        &|tensors| {
+            let more = tensors[OWN].clone();
+            tensors.insert("model.layers.1.mlp.experts.9999999.up_proj.weight".into(), more);
+        },
+        &["unknown tensor model.layers.1.mlp.experts.9999999.up_proj.weight"],
+    );
+    refused(
+        &|tensors| {
+            let more = tensors[OWN].clone();
+            tensors.insert("model.layers.1.mlp.experts.9.up_proj.weight".into(), more);
+        },
+        &["experts.gate_up_proj", "shape [10, 32, 40], expected [9, 32, 40]"],
+    );
 }
 
 /// After a checkpoint is opened nothing asks for its `config.json` again: it can be gone.

@@ -148,6 +148,7 @@ fn both_layouts_are_one_model() {
         ("internvl_hf", "internvl_original"),
         ("internvl_rms_hf", "internvl_rms_original"),
         ("internvl3_5_hf", "internvl3_5_original"),
+        ("internvl3_5_moe_hf", "internvl3_5_moe_original"),
     ] {
         let (a, b) = (load(hf), load(original));
         for case in ["C", "E"] {
@@ -255,10 +256,10 @@ fn what_a_layout_cannot_say_is_an_error() {
         (
             "internvl3_5_original",
             |c| {
-                c["llm_config"]["architectures"][0] = "Qwen3MoeForCausalLM".into();
-                c["llm_config"]["model_type"] = "qwen3_moe".into();
+                c["llm_config"]["architectures"][0] = "Qwen2MoeForCausalLM".into();
+                c["llm_config"]["model_type"] = "qwen2_moe".into();
             },
-            "Qwen3MoeForCausalLM (qwen3_moe); expected Qwen2 or dense Qwen3",
+            "Qwen2MoeForCausalLM (qwen2_moe); expected Qwen2 or Qwen3",
         ),
         ("internvl_original", |c| c["template"] = "phi3-chat".into(), "internvl2_5, Hermes-2"),
         ("internvl_original", |c| c["ps_version"] = "v1".into(), "ps_version"),

@@ -18,7 +18,7 @@ use omnigrpo_testkit::{
 use safetensors::SafeTensors;
 
 /// Adapter, checkpoint, trained tensors.
-const ADAPTERS: [(&str, &str, usize); 8] = [
+const ADAPTERS: [(&str, &str, usize); 9] = [
     ("everywhere", "qwen2_5_vl_tied", 44),
     ("attention", "qwen2_vl_untied", 14),
     ("tiles_hf", "internvl_hf", 26),
@@ -27,6 +27,7 @@ const ADAPTERS: [(&str, &str, usize); 8] = [
     ("connector", "smolvlm", 38),
     ("experts_down", "aria", 4),
     ("mergers", "qwen3_vl", 32),
+    ("experts_alone", "qwen3_vl_moe", 32),
 ];
 
 fn load(name: &str) -> Model {
@@ -121,7 +122,7 @@ fn values_and_gradients_equal_peft() {
         let (folder, case) = match name {
             "aria" => ("aria", "C"),
             "smolvlm" => ("smolvlm", "C"),
-            "qwen3_vl" => ("qwen3_vl", "E"),
+            "qwen3_vl" | "qwen3_vl_moe" => ("qwen3_vl", "E"),
             name if name.starts_with("internvl") => ("internvl", "C"),
             _ => ("cases", "E"),
         };
@@ -326,8 +327,14 @@ fn packed_equals_separate_and_masks_belong_to_rows() {
 /// Experts that are named get adapters, each of them; without a name they get none, and they drop nothing.
 #[test]
 fn experts_get_adapters_where_they_are_named() {
+    for name in ["aria", "qwen3_vl_moe"] {
+        experts_get_adapters(name);
+    }
+}
+
+fn experts_get_adapters(name: &str) {
     let adapted = |targets: &[&str], dropout: f64| {
-        let mut model = load("aria");
+        let mut model = load(name);
         let config = LoraConfig { dropout, ..config(targets) };
         let options = LoadOptions { device: Device::Outline, ..LoadOptions::default() };
         let mut outline = Model::load(model.checkpoint(), &LoadOptions { outline: true, ..options }).unwrap();
@@ -343,11 +350,12 @@ fn experts_get_adapters_where_they_are_named() {
     };
     let names = |model: &Model, of: &str| model.adapted().filter(|(p, _)| p.name().contains(of)).count();
     let plain = adapted(&["all-linear"], 0.3).unwrap();
-    assert_eq!(
-        (names(&plain, ".experts."), names(&plain, "router"), names(&plain, "shared_experts")),
-        (0, 0, 6)
-    );
-    for (target, count) in [("experts", 4), ("experts.down_proj", 2), ("gate_up_proj", 2)] {
+    let shared = if name == "aria" { 6 } else { 0 };
+    let routers = names(&plain, "router") + names(&plain, "mlp.gate.");
+    assert_eq!((names(&plain, ".experts."), routers, names(&plain, ".mlp.shared")), (0, 0, shared));
+    let layers = plain.decoder().config().layers;
+    for (target, each) in [("experts", 2), ("experts.down_proj", 1), ("gate_up_proj", 1)] {
+        let count = each * layers;
         let model = adapted(&["all-linear", target], 0.0).unwrap();
         assert_eq!(names(&model, ".experts."), count, "{target}");
         fill(&model);

@@ -32,7 +32,7 @@ pub const FAMILIES: [(&str, &str); 13] = [
     ("llama", "B"),
 ];
 /// Models that read text only. They have results for case B.
-pub const TEXTS: [&str; 3] = ["qwen2", "qwen3", "llama"];
+pub const TEXTS: [&str; 4] = ["qwen2", "qwen3", "qwen3_moe", "llama"];
 /// One of each Qwen-VL.
 pub const QWENS: [&str; 3] = ["qwen2_vl_tied", "qwen2_5_vl_tied", "qwen3_vl"];
 

@@ -10,13 +10,15 @@ use omnigrpo_models::{
 use crate::models::golden;
 
 /// Checkpoints and the cases they have results for.
-pub const INTERNVL: [(&str, &str); 6] = [
+pub const INTERNVL: [(&str, &str); 8] = [
     ("internvl_hf", "ABCDEF"),
     ("internvl_original", "ABCDEF"),
     ("internvl_rms_hf", "CE"),
     ("internvl_rms_original", "CE"),
     ("internvl3_5_hf", "ABCDE"),
     ("internvl3_5_original", "CE"),
+    ("internvl3_5_moe_hf", "BCE"),
+    ("internvl3_5_moe_original", "CE"),
 ];
 
 pub const ARIA: [(&str, &str); 2] = [("aria", "ABCDEF"), ("aria_own", "CEF")];

@@ -12,13 +12,13 @@ use omnigrpo_models::{
 use omnigrpo_ops::{ParamDtype, Part, QuantBits};
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::rows::{ARIA, builder, check_plans, dataset_of, prompt_of, settings};
 use omnigrpo_testkit::{
-    Golden, assert_close, backward, card, check_forward, check_gradients, checkpoint, copy_dir, golden,
-    in_order, max_diff, sketch, take_gradients, train_adapters, train_all, training, weight_bits,
+    Golden, assert_close, backward, card, case_prompt, check_forward, check_gradients, checkpoint, copy_dir,
+    golden, in_order, max_diff, sketch, take_gradients, train_adapters, train_all, training, weight_bits,
 };
 
 fn load(name: &str) -> Model {
@@ -344,16 +344,32 @@ fn names_in_memory_and_those_of_the_models_own_code_are_read() {
 /// adapters, and an outline says what it will take.
 #[test]
 fn experts_of_few_bits() {
-    let dir = TempDir::new().unwrap();
-    copy_dir(&checkpoint("aria"), dir.path());
-    let path = dir.path().join("config.json");
-    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-    config["text_config"]["hidden_size"] = 64.into();
-    config["text_config"]["intermediate_size"] = 72.into();
-    config["text_config"]["initializer_range"] = 0.1.into();
-    std::fs::write(&path, config.to_string()).unwrap();
-    let opened = Checkpoint::open(dir.path()).unwrap();
-    let prompt = prompt("aria", "B");
+    let sizes = |name: &str, sizes: Value| {
+        let dir = TempDir::new().unwrap();
+        copy_dir(&checkpoint(name), dir.path());
+        let path = dir.path().join("config.json");
+        let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        let text = if name == "aria" { &mut config["text_config"] } else { &mut config };
+        text.as_object_mut().unwrap().extend(sizes.as_object().unwrap().clone());
+        std::fs::write(&path, config.to_string()).unwrap();
+        let opened = Checkpoint::open(dir.path()).unwrap();
+        (dir, opened)
+    };
+    let (_dir, aria) =
+        sizes("aria", json!({"hidden_size": 64, "intermediate_size": 72, "initializer_range": 0.1}));
+    experts_of_few_bits_in(&aria);
+    let (_dir, alone) = sizes(
+        "qwen3_moe",
+        json!({"hidden_size": 64, "moe_intermediate_size": 72, "num_experts_per_tok": 9, "initializer_range": 0.1}),
+    );
+    experts_of_few_bits_in(&alone);
+}
+
+fn experts_of_few_bits_in(opened: &Checkpoint) {
+    let prompt = case_prompt(
+        "B",
+        &Model::load(opened, &LoadOptions { random: Some(5), ..LoadOptions::default() }).unwrap(),
+    );
     let completions: [&[u32]; 2] = [&[7, 100, 200, 31, 5], &[44]];
     for bits in [QuantBits::Eight, QuantBits::Four] {
         let keep = |_: &str, _: Part| false;
@@ -362,19 +378,23 @@ fn experts_of_few_bits() {
         // With float32 inputs, a quantised model and its widened weights multiply the same numbers.
         let arithmetic = Arithmetic { keeps_inputs: true, ..Arithmetic::default() };
         let options = LoadOptions { quantization, arithmetic, ..dense };
-        let mut few = Model::load(&opened, &LoadOptions { random: Some(5), ..options }).unwrap();
-        let mut wide = Model::load(&opened, &LoadOptions { random: Some(5), ..dense }).unwrap();
+        let mut few = Model::load(opened, &LoadOptions { random: Some(5), ..options }).unwrap();
+        let mut wide = Model::load(opened, &LoadOptions { random: Some(5), ..dense }).unwrap();
         let mut on_card =
-            Model::load(&opened, &LoadOptions { random: Some(5), device: card(), ..options }).unwrap();
+            Model::load(opened, &LoadOptions { random: Some(5), device: card(), ..options }).unwrap();
         let outline =
-            Model::load(&opened, &LoadOptions { outline: true, random: Some(1), ..options }).unwrap();
+            Model::load(opened, &LoadOptions { outline: true, random: Some(1), ..options }).unwrap();
         let bytes = |model: &Model| model.params().iter().map(|p| p.num_bytes()).sum::<usize>();
         assert_eq!(bytes(&outline), bytes(&few));
         for (few, wide) in few.params().iter().zip(wide.params()) {
             let is_expert = few.name().contains(".experts.");
             let is_quantised = few.dtype() == ParamDtype::Quantised(bits);
             assert!(is_quantised || !is_expert, "{}", few.name());
-            assert!(!is_quantised || !few.name().contains("router"), "{}", few.name());
+            assert!(
+                !is_quantised || !few.name().contains("router") && !few.name().contains(".gate."),
+                "{}",
+                few.name()
+            );
             if is_expert {
                 // 8.5 or 4.5 bits a weight, and what fills rows up to whole blocks.
                 assert!(few.num_bytes() * 8 <= few.len() * (2 * bits.bits() + 1), "{}", few.name());

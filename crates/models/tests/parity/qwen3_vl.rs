@@ -3,7 +3,8 @@
 
 use omnigrpo_data::{MediumOptions, MediumRef, MediumSource};
 use omnigrpo_models::{
-    Checkpoint, FrameRule, MediaSettings, MediumShape, Model, Prompt, WeightDtype, probe_medium,
+    Checkpoint, FrameRule, GroupStream, MediaSettings, MediumShape, Memories, Model, PackedStream, Prompt,
+    RouterPlan, Training, WeightDtype, probe_medium,
 };
 use omnigrpo_ops::Part;
 use omnigrpo_text::MediumKind;
@@ -12,8 +13,8 @@ use tempfile::TempDir;
 
 use crate::rows::{QWEN3_VL, builder, check_plans, dataset_of, prompt_of};
 use omnigrpo_testkit::{
-    Golden, backward, check_forward, check_gradients, checkpoint, copy_dir, golden, in_order, sketch,
-    training,
+    Golden, backward, check_forward, check_gradients, check_gradients_of, checkpoint, copy_dir, golden,
+    in_order, sketch, train_all, training,
 };
 
 fn load(name: &str) -> Model {
@@ -112,6 +113,43 @@ fn every_gradient_equals_the_reference() {
             assert_eq!(compared, if case == "B" { llm } else { all }, "{name} {case}");
         }
     }
+}
+
+/// The loss that balances the use of experts, of each router, and its gradients.
+#[test]
+fn losses_of_routers_equal_the_reference() {
+    let (name, case) = ("qwen3_vl_moe", "E");
+    let (model, want, prompt) = (load(name), expected(name, case), prompt(name, case));
+    let completion = inputs(case).ids("completion_ids");
+    let stream =
+        PackedStream::new(&[GroupStream { prompt: &prompt, completions: vec![&completion] }]).unwrap();
+    let step_tokens = [prompt.ids.len() + completion.len() - 1, completion.len()];
+    for recompute in [false, true] {
+        train_all(&model);
+        let router = RouterPlan { aux: 1.0, z: 0.0 };
+        let how = Training { router, step_tokens, recompute, ..Training::default() };
+        let features = [model.encode_prompt(&prompt).unwrap()];
+        let pass = model.train_pass(&stream, &features, how, None).unwrap();
+        let router = pass.router().unwrap();
+        let gradients = pass.backward(&vec![0.0; stream.num_targets()], None).unwrap();
+        model.backward_media(&[&prompt], &features, Memories::default(), gradients, how).unwrap();
+        let (got, want_loss) = (router.losses()[0], f64::from(want.f["balance"][0]));
+        assert!((got - want_loss).abs() <= 1e-5 * want_loss, "{got} for {want_loss}");
+        let compared = balance_gradients(&model, &want);
+        assert!(compared > 100, "only {compared} gradients");
+    }
+}
+
+/// Compares the gradients of the loss of routers. Weights behind the last router have none.
+fn balance_gradients(model: &Model, want: &Golden) -> usize {
+    let behind = ["model.language_model.norm.weight", "lm_head.weight", "layers.3.mlp.experts."];
+    let of_loss: Vec<_> = model
+        .params()
+        .iter()
+        .filter(|p| !behind.iter().any(|name| p.name().contains(name)))
+        .cloned()
+        .collect();
+    check_gradients_of(&of_loss, want, "balance.", 1e-3)
 }
 
 #[test]
