@@ -94,6 +94,7 @@ fn every_family_trains_with_what_is_written() {
         "qwen2_vl_tied",
         "qwen2_5_vl_untied",
         "qwen3_vl",
+        "qwen3_vl_moe",
         "internvl_hf",
         "internvl3_5_original",
         "aria",
@@ -101,13 +102,16 @@ fn every_family_trains_with_what_is_written() {
         "humanomni",
         "qwen2",
         "qwen3",
+        "qwen3_moe",
         "llama",
     ] {
         let place = Place::new();
         let clip = json!({"video": "clip.gif", "problem": "Which emotion?", "solution": "angry"}).to_string();
         match family {
             "humanomni" => place.write("mine.jsonl", clip),
-            "qwen2" | "qwen3" | "llama" => place.write("mine.jsonl", rows("How many?", &["3", "12"], false)),
+            "qwen2" | "qwen3" | "qwen3_moe" | "llama" => {
+                place.write("mine.jsonl", rows("How many?", &["3", "12"], false))
+            }
             _ => place.write("mine.jsonl", rows("How many?", &["3", "12"], true)),
         }
         let model = golden("checkpoints").join(family).display().to_string();

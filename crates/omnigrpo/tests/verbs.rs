@@ -249,7 +249,7 @@ fn every_command_runs_on_aria() {
 /// A family whose media have features for several blocks, InternVL on Qwen3, and SmolVLM: every command, on rows with one image,
 /// several, and a clip.
 #[test]
-fn every_command_runs_on_qwen3_vl_internvl3_5_and_smolvlm() {
+fn every_command_runs_on_families_with_media() {
     let rows = |clip: &str| {
         r#"{"id": "one", "image": "shapes.png", "problem": "<image>\nWhich shape is red?", "solution": "<answer>square</answer>"}
 {"id": "two", "image": ["shapes.png", "noise.png"], "problem": "<image> and <image>: equal?", "solution": "<answer>no</answer>"}
@@ -259,6 +259,7 @@ fn every_command_runs_on_qwen3_vl_internvl3_5_and_smolvlm() {
     };
     let small = rows(r#""min_pixels": 3136, "max_pixels": 12544"#);
     every_command("qwen3_vl", &small, "linear_fc1", "qwen3_vl: 4 layers, width 48");
+    every_command("qwen3_vl_moe", &small, "linear_fc1", "qwen3_vl_moe: 4 layers, width 48");
     let few = rows(r#""max_frames": 4"#);
     every_command("internvl3_5_original", &few, "fc1", "internvl: 2 layers, width 32");
     let place = every_command("smolvlm", &few, "proj", "smolvlm: 2 layers, width 48");
@@ -283,6 +284,7 @@ const TEXTS: &str = r####"{"question": "Tom has 6 apples and buys 7. How many ha
 fn every_command_runs_on_text_models() {
     every_command("qwen2", TEXTS, "up_proj", "qwen2: 2 layers, width 32");
     every_command("qwen3", TEXTS, "q_proj", "qwen3: 2 layers, width 32");
+    every_command("qwen3_moe", TEXTS, "o_proj", "qwen3_moe: 2 layers, width 32");
     let place = every_command("llama", TEXTS, "down_proj", "llama: 2 layers, width 96");
     let model = golden("checkpoints/llama").display().to_string();
 
@@ -1334,6 +1336,7 @@ fn families_on_the_emulator_of_a_gpu() {
         ("smolvlm", "--use_peft --lora_r 4 --lora_dropout 0"),
         ("humanomni", "--gradient_checkpointing"),
         ("qwen3_vl", "--gradient_checkpointing"),
+        ("qwen3_vl_moe", "--use_peft --lora_target_modules all-linear,experts --lora_r 4 --lora_dropout 0"),
         ("qwen2", "--gradient_checkpointing"),
         ("qwen3", "--use_peft --lora_r 4 --lora_dropout 0"),
         ("llama", "--offload_optimizer"),
