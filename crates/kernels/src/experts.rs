@@ -7,7 +7,10 @@
 //! is a layer whose inputs and outputs are exchanged. Our product is therefore the input gradient of that layer, and our input
 //! gradient is its product.
 //!
-//! The bits of a place's result depend only on its row, its expert and the inner size.
+//! The bits of a place's result depend only on its row, its expert and the inner size. Experts with few rows have a kernel of their own
+//! with the same bits.
+
+mod few;
 
 use std::ops::Range;
 
@@ -108,7 +111,10 @@ pub fn forward(x: Mat, w: Weight, groups: Groups) -> Vec<f32> {
     let _span = span(Op::Linear, || groups.product(places, k, w));
     // SAFETY: every place belongs to an expert, and that expert's product overwrites it.
     unsafe {
-        buffer::matrix(places, n, |y| {
+        buffer::matrix(places, n, |mut y| {
+            if few::forward(x, w, groups, &mut y) {
+                return;
+            }
             groups.each(k * n, |expert, rows| {
                 let layer = Layer::new(w.rows(expert * k..(expert + 1) * k));
                 linear::backward_input_into(x.row_range(rows.clone()), &[layer], false, y.at_rows(rows));

@@ -323,6 +323,59 @@ trait Stored: Copy {
     );
 }
 
+/// Units of two f32 vectors whose elements are f32 numbers.
+pub(crate) trait Units: Copy {
+    /// Loads a unit.
+    ///
+    /// # Safety
+    /// A unit must be readable.
+    unsafe fn unit<S: Simd>(simd: S, w: *const Self) -> [S::f32s; 2];
+    /// Loads the first `width` elements of a unit; the others are zero.
+    ///
+    /// # Safety
+    /// `width` elements must be readable, fewer than a unit has.
+    unsafe fn columns<S: Simd>(simd: S, w: *const Self, width: usize) -> [S::f32s; 2];
+    /// Returns where element `i` is in a unit of `lanes` lanes each.
+    fn place(i: usize, lanes: usize) -> usize;
+}
+
+impl Units for f32 {
+    #[inline(always)]
+    unsafe fn unit<S: Simd>(simd: S, w: *const Self) -> [S::f32s; 2] {
+        // SAFETY: guaranteed by this function's contract.
+        unsafe { <Self as Stored>::whole(simd, w) }
+    }
+
+    #[inline(always)]
+    unsafe fn columns<S: Simd>(simd: S, w: *const Self, width: usize) -> [S::f32s; 2] {
+        // SAFETY: guaranteed by this function's contract.
+        unsafe { <Self as Stored>::partial(simd, w, width) }
+    }
+
+    fn place(i: usize, _: usize) -> usize {
+        i
+    }
+}
+
+impl Units for bf16 {
+    #[inline(always)]
+    unsafe fn unit<S: Simd>(simd: S, w: *const Self) -> [S::f32s; 2] {
+        // SAFETY: guaranteed by this function's contract.
+        unsafe { <Self as Stored>::whole(simd, w) }
+    }
+
+    #[inline(always)]
+    unsafe fn columns<S: Simd>(simd: S, w: *const Self, width: usize) -> [S::f32s; 2] {
+        // SAFETY: guaranteed by this function's contract.
+        unsafe { <Self as Stored>::partial(simd, w, width) }
+    }
+
+    /// The even elements come first.
+    fn place(i: usize, lanes: usize) -> usize {
+        i / 2 + i % 2 * lanes
+    }
+}
+
 /// Implements [`Stored::add`] for widened weights.
 #[inline(always)]
 unsafe fn add_wide<S: Simd, const R: usize, const N: usize>(

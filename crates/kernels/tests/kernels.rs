@@ -697,7 +697,8 @@ fn linear_twin_matches_central_differences() {
     check_gradient(&b, &db, |b| f(&x, &w, b));
 }
 
-/// Experts without places, with one and with many; the bits of a place do not depend on other places.
+/// Experts without places, with one and with many; the bits of a place do not depend on other places, nor on whether an expert has few
+/// rows or many.
 #[test]
 fn experts_match_their_twins() {
     for (counts, k, n) in [
@@ -706,6 +707,8 @@ fn experts_match_their_twins() {
         (vec![40, 17, 0, 1, 25], 33, 70),
         (vec![0, 0], 4, 4),
         (vec![130, 6], 545, 35),
+        (vec![20, 3], 1700, 67),
+        (vec![16, 9, 1], 70, 600),
     ] {
         let mut offsets = vec![0];
         counts.iter().for_each(|count| offsets.push(offsets[offsets.len() - 1] + count));

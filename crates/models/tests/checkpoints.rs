@@ -992,7 +992,7 @@ fn experts_are_read_in_every_form_and_saved_in_the_published_one() {
         assert!(read_tensors(&again.join("model.safetensors")) == own, "{name}");
     }
 
-    // What does not fit is named.
+    // Errors name what does not fit.
     const OWN: &str = "model.layers.1.mlp.experts.4.up_proj.weight";
     let refused = |change: &dyn Fn(&mut Tensors), parts: &[&str]| {
         let dir = changed("qwen3_moe", change);

@@ -460,8 +460,8 @@ fn head_cases(all: &mut Vec<Case>) {
     }
 }
 
-/// Rows, experts, experts of a row, width of the stream and of an expert: a mixture at a quarter of Aria's widths.
-const EXPERTS: [usize; 5] = [1000, 64, 6, 640, 416];
+/// Rows, experts, experts of a row, width of the stream and of an expert.
+const EXPERTS: [usize; 5] = [4096, 64, 8, 1024, 768];
 
 /// Pairs of a mixture of experts and a layer as wide as a row's experts together.
 pub fn expert_pairs() -> Vec<[Case; 2]> {
@@ -545,19 +545,21 @@ pub fn expert_pairs() -> Vec<[Case; 2]> {
     pairs
 }
 
-/// Experts while decoding: rows that choose theirs alike or not at all alike, in bytes of the experts that are used.
+/// Experts while decoding, in bytes of the experts that are used, at the widths of Qwen3-VL-30B-A3B: one row, and eight rows that use
+/// the experts of a router without preferences. The weights are larger than the last cache.
 fn expert_rows(all: &mut Vec<Case>) {
-    let [_, e, topk, h, i] = EXPERTS;
-    for (rows, used) in [(1, 6), (8, 34), (8, 6)] {
+    let (topk, h, i) = (8, 2048, 768);
+    for (rows, used) in [(1, 8), (8, 52)] {
         let places = rows * topk;
-        let offsets: Vec<usize> = (0..=e).map(|expert| places * expert.min(used) / used).collect();
+        let offsets: Vec<usize> = (0..=used).map(|expert| places * expert / used).collect();
         for (dtype, narrow) in DTYPES {
             let size = if narrow { 2 } else { 4 };
-            let bytes = Amount::Bytes((used * 3 * h * i * size) as f64);
+            let len = used * 3 * h * i;
+            let bytes = Amount::Bytes((len * size) as f64);
             let offsets = offsets.clone();
             all.push(case(format!("experts rows {rows}x{used}/{topk}x{h}x{i} {dtype}"), bytes, move || {
                 let offsets = offsets.clone();
-                let [fc1, fc2] = [(h, 2 * i), (i, h)].map(|(k, n)| Own::new(e * k, n, narrow));
+                let [fc1, fc2] = [(h, 2 * i), (i, h)].map(|(k, n)| Own::new(used * k, n, narrow));
                 let (x, inner) = (noise(places * h, 1), noise(places * i, 1));
                 move || {
                     let groups = Groups(&offsets);

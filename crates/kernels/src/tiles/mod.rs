@@ -123,6 +123,35 @@ pub(crate) unsafe fn multiply(
     false
 }
 
+/// Returns the blocks of an inner dimension that [`multiply`] sums separately.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+pub(crate) fn blocks(k: usize) -> impl Iterator<Item = Range<usize>> {
+    product::blocks(k)
+}
+
+/// Returns the number of words of a row that [`pack_words`] has packed.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+pub(crate) fn row_words(k: usize) -> usize {
+    k.next_multiple_of(amx::STEP) / 2
+}
+
+/// Rounds rows to bf16 and packs them into words, for [`Streamed`]: elements `p` and `p + 16` of each 32.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+pub(crate) fn pack_words(x: Mat, to: &mut [f32]) {
+    let words = row_words(x.cols);
+    for (r, to) in to.chunks_exact_mut(words.max(1)).enumerate().take(x.rows) {
+        for (x, to) in x.row(r).chunks(amx::STEP).zip(to.chunks_exact_mut(amx::SIDE)) {
+            let number = |i: usize| u32::from(x.get(i).map_or(0, |&x| bf16::from_f32(x).to_bits()));
+            for (p, to) in to.iter_mut().enumerate() {
+                *to = f32::from_bits(number(p) | number(p + amx::SIDE) << 16);
+            }
+        }
+    }
+}
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+pub(crate) use pairs::Streamed;
+
 /// Returns the number of elements that [`pack_rows`] writes.
 pub(crate) fn packed_len(m: usize, k: usize) -> usize {
     // Rows are padded to 16 or 32, and stored in words of two bf16.

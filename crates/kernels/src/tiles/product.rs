@@ -24,6 +24,11 @@ const PANELS_LEN: usize = 1 << 18;
 /// more than reading the left operand for fewer panels.
 const DEPTH: usize = 1536;
 
+/// Returns the blocks of the inner dimension. They depend on `k` alone.
+pub(super) fn blocks(k: usize) -> impl Iterator<Item = Range<usize>> {
+    gemm::blocks(k, STEP, DEPTH)
+}
+
 /// Number of groups of the left operand that a task packs.
 const RUN: usize = 4;
 
@@ -71,7 +76,7 @@ pub(super) unsafe fn multiply<const N: usize>(
         .enumerate()
         .flat_map(|(at, left)| (0..left.rows).step_by(GROUP).map(move |row| (at, row)))
         .collect();
-    let blocks: Vec<Range<usize>> = gemm::blocks(k, STEP, DEPTH).collect();
+    let blocks: Vec<Range<usize>> = blocks(k).collect();
     // The first block is the longest.
     let most = PANELS_LEN / panel_len(N, blocks.first().map_or(STEP, ExactSizeIterator::len));
     let widths: Vec<usize> = rights.iter().map(|right| right.columns).collect();
