@@ -47,6 +47,8 @@ pub mod names {
     pub const WANDB: &str = "wandb";
     /// Messages of the package `wandb`.
     pub const WANDB_LOG: &str = "wandb.log";
+    /// Messages of the package `trackio`.
+    pub const TRACKIO_LOG: &str = "trackio.log";
     /// Report on the run.
     pub const REPORT: &str = "report.html";
     /// Plots of the report.
@@ -56,7 +58,7 @@ pub mod names {
     /// Directories with a file for each step.
     pub const BY_STEP: [&str; 3] = [ROLLOUTS, EVALUATIONS, TOKENS];
     /// Files of trackers and of the report.
-    pub const OF_TRACKERS: [&str; 5] = [TENSORBOARD, WANDB, WANDB_LOG, REPORT, PLOTS];
+    pub const OF_TRACKERS: [&str; 6] = [TENSORBOARD, WANDB, WANDB_LOG, TRACKIO_LOG, REPORT, PLOTS];
 }
 
 /// Handling of logs that an earlier run left in the same directory.

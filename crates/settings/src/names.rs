@@ -95,6 +95,8 @@ choice!(
     Tensorboard = "tensorboard",
     /// Weights & Biases, through the package `wandb` of `reward_python`.
     Wandb = "wandb",
+    /// Trackio, through the package `trackio` of `reward_python`.
+    Trackio = "trackio",
     /// `http://127.0.0.1:PORT/metrics`, for Prometheus.
     Prometheus = "prometheus",
     /// All of them.

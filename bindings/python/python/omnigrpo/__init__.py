@@ -19,6 +19,7 @@ Numbers are computed on threads of their own. Rewards and callbacks run on the t
 
 from ._model import Model, evaluate
 from ._omnigrpo import OmnigrpoError, __version__, write_demo
+from ._parser import TrlParser
 from ._trainer import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer, TrainOutput, plan
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "SFTConfig",
     "SFTTrainer",
     "TrainOutput",
+    "TrlParser",
     "__version__",
     "evaluate",
     "plan",

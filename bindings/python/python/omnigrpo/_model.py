@@ -51,6 +51,10 @@ class Model:
         """Write a checkpoint directory in the layout of the Hugging Face hub."""
         self._inner.save(Path(directory))
 
+    def save_pretrained(self, directory):
+        """Write a checkpoint directory, as `save` does."""
+        self.save(directory)
+
 
 def evaluate(model, dataset, reward_funcs="accuracy", tools=None, environment_factory=None, **settings):
     """Answer the rows of a dataset with a model, greedily unless `settings` say otherwise, and score the answers.

@@ -258,7 +258,7 @@ class Settings(TypedDict, total=False):
     label_set: Sequence[str | float | bool] | str | float | bool | str | PathLike[str]
     logging_steps: int
     grpo_logging_steps: int
-    report_to: Sequence[Literal["none", "jsonl", "tensorboard", "wandb", "prometheus", "all"]] | Literal["none", "jsonl", "tensorboard", "wandb", "prometheus", "all"] | str | PathLike[str]
+    report_to: Sequence[Literal["none", "jsonl", "tensorboard", "wandb", "trackio", "prometheus", "all"]] | Literal["none", "jsonl", "tensorboard", "wandb", "trackio", "prometheus", "all"] | str | PathLike[str]
     prometheus_port: int
     dashboard: bool
     dashboard_port: int

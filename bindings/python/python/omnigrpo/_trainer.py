@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from ._progress import Progress
 from ._rows import dumps, file_of
 
 _properties = json.loads(_omnigrpo.schema())["properties"]
+# Fields of `transformers.TrainingArguments` that callbacks read, with the value that describes this program.
+_FIXED = {"load_best_model_at_end": False, "greater_is_better": True, "model_init_kwargs": None, "trust_remote_code": False}
 # A process has to leave the other ranks before it ends.
 atexit.register(_omnigrpo.leave)
 
@@ -52,6 +55,14 @@ class GRPOConfig:
             value = Path(value)
         if name in ("output_dir", "disable_tqdm", "settings"):
             self.__dict__[name] = value
+        elif name == "model_init_kwargs":
+            # Scripts of TRL say here how `transformers` loads the model.
+            own = {key: one for key, one in (value or {}).items() if one is not None and key in _properties}
+            self._check(own, AttributeError)
+            self.settings.update(own)
+            lost = sorted(key for key, one in (value or {}).items() if one not in (None, False) and key not in own)
+            if lost:
+                warnings.warn(f"model_init_kwargs: {', '.join(lost)} has no effect here", stacklevel=2)
         elif value is None:
             if name not in _properties:
                 raise AttributeError(f"{name} is no setting")
@@ -63,9 +74,19 @@ class GRPOConfig:
     def __getattr__(self, name):
         if name in self.__dict__.get("settings", {}):
             return self.settings[name]
+        if name in _FIXED:
+            return _FIXED[name]
         if name not in _properties:
             raise AttributeError(name)
         return _properties[name].get("default")
+
+    def to_dict(self):
+        """Return the settings that were given, with `output_dir`."""
+        return {"output_dir": str(self.output_dir), **self.settings}
+
+    def to_json_string(self):
+        """Return `to_dict` as JSON."""
+        return json.dumps(json.loads(dumps(self.to_dict())), indent=2)
 
     def __repr__(self):
         given = "".join(f", {name}={value!r}" for name, value in self.settings.items())
@@ -89,7 +110,7 @@ class GRPOConfig:
         default = type(args)(args.output_dir, use_cpu=True)
         default.use_cpu = False
         given = _given(args, default)
-        given.update(given.pop("model_init_kwargs", {}))
+        given.update(given.pop("model_init_kwargs", {}) or {})
         # TRL computes it from `steps_per_generation`, or the reverse.
         given.pop("generation_batch_size", None)
         return cls(args.output_dir, preset="trl", **given)
@@ -175,7 +196,13 @@ class _Run(Calls):
         self.call("on_save")
 
     def on_evaluation(self, _, report):
-        self.call("on_evaluate", metrics=self._logged(report))
+        metrics = self._logged(report)
+        self.call("on_evaluate", metrics=metrics)
+        # Callbacks compare an evaluation with the best one before it.
+        name = str(self.trainer.args.metric_for_best_model)
+        value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
+        if value is not None and (self.state.best_metric is None or value > self.state.best_metric):
+            self.state.best_metric, self.state.best_global_step = value, report["step"]
         return self._asked()
 
 
@@ -231,13 +258,23 @@ class GRPOTrainer:
         # A method that the installed TRL has and this page does not know is refused as well.
         theirs = getattr(sys.modules.get("trl.trainer.grpo_trainer"), "GRPOTrainer", object)
         for name in vars(cls):
-            known = name in instead or hasattr(theirs, name) and not hasattr(object, name)
-            if known and not hasattr(GRPOTrainer, name):
+            known = hasattr(theirs, name) and not hasattr(object, name) and not hasattr(GRPOTrainer, name)
+            if known or name in instead:
                 raise TypeError(f"{cls.__name__}.{name} overrides a method of TRL that is never called here; "
                                 f"use {instead.get(name, 'a setting or a callback')}")
 
     def __init__(self, model, reward_funcs=None, args=None, train_dataset=None, eval_dataset=None, callbacks=None, peft_config=None,
-                 processing_class=None, tools=None, environment_factory=None):
+                 processing_class=None, tools=None, environment_factory=None, *, reward_processing_classes=None, optimizers=(None, None),
+                 rollout_func=None, quantization_config=None):
+        instead = {
+            "reward_processing_classes": (reward_processing_classes, "a reward model by its directory, which has its tokenizer"),
+            "optimizers": (next((one for one in optimizers if one is not None), None), "`learning_rate`, `lr_scheduler_type` and `adam_beta1`"),
+            "rollout_func": (rollout_func, "`tools` or `environment_factory`"),
+            "quantization_config": (quantization_config, "the settings `load_in_8bit` or `load_in_4bit`"),
+        }
+        for name, (value, other) in instead.items():
+            if value is not None:
+                raise TypeError(f"{name} is unsupported, expected {other}")
         self.args = self._config() if args is None else self._config.of(args)
         if not isinstance(model, (str, os.PathLike)):
             raise TypeError(f"the model is a {type(model).__name__}, expected a checkpoint directory or a name on the hub; "
@@ -266,8 +303,10 @@ class GRPOTrainer:
             train_dataset = self._environments.questions(self.args.max_steps)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._callbacks = Callbacks(callbacks)
+        self.processing_class = processing_class
         self.state = SimpleNamespace(global_step=0, epoch=0.0, max_steps=self.args.max_steps or -1, log_history=[], total_flos=0,
-                                     is_world_process_zero=True, is_local_process_zero=True, is_hyper_param_search=False)
+                                     is_world_process_zero=True, is_local_process_zero=True, is_hyper_param_search=False,
+                                     best_metric=None, best_global_step=None, best_model_checkpoint=None)
         self.control = Control()
         self._model = None
         self._digests = {name: digest(function) for name, function in self._functions.items()}
@@ -305,10 +344,120 @@ class GRPOTrainer:
                 continue
             if write:
                 # An iterator can be read only once, so that the file replaces it.
-                rows = file_of(rows, self.args.output_dir / "rows", name)
+                rows = self._written(rows, name)
                 setattr(self, f"{name}_dataset", rows)
-            given[f"{name}_file"] = [rows if isinstance(rows, (str, os.PathLike)) else f"{name}.jsonl"]
+            files = rows.values() if isinstance(rows, Mapping) else [rows]
+            given[f"{name}_file"] = [one if isinstance(one, (str, os.PathLike)) else f"{name}.jsonl" for one in files]
+        if _runs_python(given):
+            given.setdefault("reward_python", sys.executable)
         return dumps(given)
+
+    def _written(self, rows, name):
+        """Return the file of a dataset, or a dict of files of named datasets."""
+        folder = self.args.output_dir / "rows"
+        if not isinstance(rows, Mapping):
+            return file_of(rows, folder, name)
+        for own in rows:
+            if not str(own).isidentifier():
+                raise ValueError(f"{name}_dataset has the name {own!r}, expected letters, digits and `_`, as in the names of metrics")
+        return {own: file_of(one, folder / name, own) for own, one in rows.items()}
+
+    def add_callback(self, callback):
+        """Add a callback, or a class of callbacks."""
+        self._callbacks.own += Callbacks([callback]).own
+
+    def pop_callback(self, callback):
+        """Remove a callback, or the first one of a class, and return it; None if there is none."""
+        found = [one for one in self._callbacks.own if one is callback or type(one) is callback]
+        self._callbacks.own = [one for one in self._callbacks.own if not found or one is not found[0]]
+        return found[0] if found else None
+
+    def remove_callback(self, callback):
+        """Remove a callback, or the first one of a class."""
+        self.pop_callback(callback)
+
+    def log(self, logs, start_time=None):
+        """Add numbers to `state.log_history`, and give them to the callbacks."""
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self._call("on_log", logs=dict(logs))
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+        """Answer rows with the model that `train` has written to `output_dir`, or before that with the model that was given.
+
+        Answers are greedy, or `num_generations_eval` samples of each row. The rewards are those of the trainer. Rows are those of
+        `eval_dataset`, or of the trainer. Returns metrics such as `eval_reward`; for a dict of datasets, `eval_NAME_reward` and so on.
+        """
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        if rows is None:
+            raise ValueError("evaluate needs rows: give `eval_dataset` to it or to the trainer")
+        given = json.loads(self._given(write=False))
+        if any((self.args.output_dir / name).exists() for name in ("config.json", "adapter_config.json")):
+            given["model_name_or_path"] = str(self.args.output_dir)
+        samples = given.get("num_generations_eval", 1)
+        others = {"output_dir", "train_file", "eval_file", "num_generations", *(("temperature", "top_p", "top_k", "min_p") if samples == 1 else ())}
+        settings = {name: value for name, value in given.items() if name not in others and self._evaluates(name, value)}
+        settings.update({"num_generations": samples} if samples > 1 else {})
+        files = self._written(rows, "eval")
+        settings["eval_file"] = list(files.values()) if isinstance(files, Mapping) else [files]
+        found = json.loads(_omnigrpo.evaluate(dumps(settings), Calls(self._functions, self._environments)))["metrics"]
+        found = {name: value for name, value in found.items() if value is not None}
+        if metric_key_prefix != "eval":
+            found = {f"{metric_key_prefix}_{name.removeprefix('eval_')}": value for name, value in found.items()}
+        self.log(found)
+        self._call("on_evaluate", metrics=found)
+        return found
+
+    @staticmethod
+    def _evaluates(name, value):
+        """Return whether an evaluation has this setting."""
+        try:
+            _omnigrpo.read("eval", dumps({name: value}))
+        except ValueError:
+            return False
+        return True
+
+    def save_model(self, output_dir=None):
+        """Write the model to a directory, in the layout of the Hugging Face hub. `train` writes it to `args.output_dir` itself."""
+        if output_dir is not None and Path(output_dir).resolve() != self.args.output_dir.resolve():
+            self.model.save(output_dir)
+        elif self._model is None and not (self.args.output_dir / "config.json").exists():
+            raise ValueError(f"there is no trained model yet: `train` writes it to {self.args.output_dir}")
+
+    @property
+    def accelerator(self):
+        """What scripts of TRL use of it: `print` and `is_main_process`."""
+        first = self.state.is_world_process_zero
+        return SimpleNamespace(is_main_process=first, is_local_main_process=first, print=print if first else lambda *args, **kwargs: None)
+
+    @property
+    def hub_model_id(self):
+        """The repository of `push_to_hub`."""
+        return self.args.hub_model_id or self.args.output_dir.resolve().name
+
+    def is_world_process_zero(self):
+        """Return whether this process is the first one."""
+        return self.state.is_world_process_zero
+
+    def end(self):
+        """Do nothing: `train` has closed its trackers."""
+
+    def save_state(self):
+        """Do nothing: `train` writes the state of the run to `output_dir`, with each checkpoint and at the end."""
+
+    def create_model_card(self, *args, **kwargs):
+        """Do nothing: `train` writes a model card, `README.md`, with the settings, the data and the results."""
+        if args or kwargs:
+            raise TypeError("the model card is made from the settings of the run; to change it, edit README.md in `output_dir`")
+
+    def push_to_hub(self, **kwargs):
+        """Push the trained model to the Hugging Face hub, to `hub_model_id`, or to a repository with the name of the run directory."""
+        if kwargs:
+            # TRL's scripts give the name of the dataset for the model card.
+            warnings.warn(f"push_to_hub: {', '.join(kwargs)} has no effect; the model card has the names of the data", stacklevel=2)
+        settings = {name: self.args.settings[name] for name in ("hub_model_id", "hub_private_repo") if name in self.args.settings}
+        words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        if _omnigrpo.main(["omnigrpo", "push", str(self.args.output_dir), *words], []) != 0:
+            raise _omnigrpo.OmnigrpoError("the model was not pushed; the lines above say why")
 
     def train(self, resume_from_checkpoint=None):
         """Train to the end.
@@ -327,6 +476,7 @@ class GRPOTrainer:
             self._settings["resume_from_checkpoint"] = resume_from_checkpoint
         self._model, self.control.should_training_stop = None, False
         self.state.log_history, self.state.global_step, self.state.epoch = [], 0, 0.0
+        self.state.best_metric = self.state.best_global_step = None
         self.state.max_steps = self.args.max_steps or -1
         first = _omnigrpo.connect(self._config._command, self._given(), _again()) == 0
         self.state.is_world_process_zero = self.state.is_local_process_zero = first
@@ -363,6 +513,16 @@ class SFTTrainer(GRPOTrainer):
 
     def __init__(self, model, args=None, train_dataset=None, eval_dataset=None, callbacks=None, peft_config=None, processing_class=None):
         super().__init__(model, [], args, train_dataset, eval_dataset, callbacks, peft_config, processing_class)
+
+
+def _runs_python(settings):
+    """Return whether a run with these settings starts an interpreter, which is then this one."""
+    words = [word for name in ("report_to", "reward_funcs", "environment") for word in _words(settings.get(name))]
+    return any(word in ("wandb", "trackio", "all") or ".py:" in word for word in words)
+
+
+def _words(value):
+    return [str(one) for one in value] if isinstance(value, (list, tuple)) else str(value or "").split(",")
 
 
 def _again():

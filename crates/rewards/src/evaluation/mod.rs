@@ -7,7 +7,7 @@ mod explanations;
 mod labels;
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -188,7 +188,7 @@ impl Summary {
     }
 }
 
-/// Summarises scored rows.
+/// Summarises scored rows. If they come from several datasets, there are also metrics of each, `eval_{dataset}_reward` and so on.
 ///
 /// # Errors
 /// Returns an error if the labels do not form a valid set.
@@ -228,6 +228,19 @@ pub fn summarize(rows: &[EvalRow], rewards: &RewardSet, measures: &Measures) -> 
         if many {
             let best = rows.iter().filter_map(|row| row.values(name).reduce(f64::max));
             metrics.push((format!("eval_rewards/{name}/best_of_n"), mean(best)));
+        }
+    }
+    let datasets: BTreeSet<&str> = rows.iter().map(|row| row.dataset.as_str()).collect();
+    for dataset in datasets.iter().filter(|_| datasets.len() > 1) {
+        let own = || rows.iter().filter(|row| row.dataset == **dataset);
+        let mut add = |name: &str, value| metrics.push((format!("eval_{dataset}_{name}"), value));
+        add("rows", Some(own().count() as f64));
+        add("reward", mean(own().flat_map(|row| row.reward.iter().copied().flatten())));
+        if let Some(judge) = &judge {
+            add("accuracy", judge.accuracy(own()));
+        }
+        for name in &names {
+            add(&format!("rewards/{name}/mean"), mean(own().flat_map(|row| row.values(name))));
         }
     }
     let confusion = confusion(rows, measures)?;

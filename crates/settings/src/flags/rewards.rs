@@ -223,15 +223,16 @@ pub const FLAGS: &[Flag] = &[
         .idle(no_judge),
     row("reward_python", Text, at!(rewards.options.external.python), REWARDED)
         .help(
-            "Python interpreter for rewards and environments given as `FILE.py:NAME`, and for the package of \
-             `report_to wandb`.",
+            "Python interpreter for rewards and environments given as `FILE.py:NAME`, and for the packages of \
+             `report_to wandb` and `trackio`.",
         )
         .free(LOOP)
         .idle(|s, _| {
             let mut named = s.rewards.funcs.iter().chain(&s.turns.environment);
             let none = !named.any(|spec| spec.contains(".py:"));
-            (none && !s.reports_to(Tracker::Wandb)).then_some(
-                "`reward_funcs` and `environment` have no `FILE.py:NAME`, and `report_to` has no wandb",
+            let packages = s.reports_to(Tracker::Wandb) || s.reports_to(Tracker::Trackio);
+            (none && !packages).then_some(
+                "`reward_funcs` and `environment` have no `FILE.py:NAME`, and `report_to` has no wandb and no trackio",
             )
         })
         .per_rank(),

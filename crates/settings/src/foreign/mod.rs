@@ -56,7 +56,6 @@ const TRACKERS: &[&str] = &[
     "mlflow",
     "neptune",
     "swanlab",
-    "trackio",
 ];
 
 const IN_PROCESS: &str = "completions are sampled in the same process with the trained weights";

@@ -352,7 +352,8 @@ pub(super) const TABLE: &[Row] = &[
         _ => Becomes("save_total_limit", v.into()),
     }),
     (&["trainer.logger"], |v| {
-        let known: Vec<&str> = ["tensorboard", "wandb"].into_iter().filter(|name| v.contains(name)).collect();
+        let known: Vec<&str> =
+            ["tensorboard", "wandb", "trackio"].into_iter().filter(|name| v.contains(name)).collect();
         match known.is_empty() {
             false => Becomes("report_to", known.join(",")),
             true => Dropped("metrics.jsonl has every number"),

@@ -9,7 +9,9 @@ use std::time::Duration;
 use anyhow::Result;
 use omnigrpo_guard::told;
 use omnigrpo_observe::{AskedBy, Event, Tracker, Trackers};
-use omnigrpo_watch::{Action, Board, Controls, Error, Prometheus, Server, TensorBoard, Wandb, WandbRun};
+use omnigrpo_watch::{
+    Action, Board, Controls, Error, Package, PackageRun, Packaged, Prometheus, Server, TensorBoard,
+};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
 use signal_hook::low_level::emulate_default_handler;
@@ -119,14 +121,14 @@ pub fn trackers(
     directory: &Path,
     context: &Context,
 ) -> Box<dyn FnOnce() -> Trackers + Send> {
-    use names::Tracker::{All, Prometheus as Scraped, Tensorboard, Wandb as Sent};
+    use names::Tracker::{All, Prometheus as Scraped, Tensorboard, Trackio, Wandb};
     let settings = &resolved.settings;
     let chosen = settings.log.report_to.clone();
     let given = settings.run.card.run_name.clone();
     let own = || directory.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let name = given.clone().unwrap_or_else(own);
     let (port, may_send) = (settings.log.prometheus_port, !settings.env.wandb_disabled);
-    let run = WandbRun {
+    let run = PackageRun {
         python: settings.rewards.options.external.python.clone(),
         directory: directory.to_owned(),
         name: given,
@@ -155,8 +157,9 @@ pub fn trackers(
             });
             add("prometheus", made.map(|one| Box::new(one) as _));
         }
-        if wanted(Sent) && may_send {
-            add("wandb", Wandb::start(run).map(|one| Box::new(one) as _));
+        let packages = [(Package::Wandb, wanted(Wandb) && may_send), (Package::Trackio, wanted(Trackio))];
+        for (package, _) in packages.into_iter().filter(|(_, wanted)| *wanted) {
+            add(package.name(), Packaged::start(package, run.clone()).map(|one| Box::new(one) as _));
         }
         Trackers::start(all, &console)
     })

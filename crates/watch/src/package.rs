@@ -1,7 +1,7 @@
-//! Tracker for Weights & Biases. It runs the official Python package in a child process, which reads lines of JSON.
+//! Trackers that are Python packages: Weights & Biases and Trackio. The package runs in a child process, which reads lines of JSON.
 //!
-//! The child inherits the environment, so `WANDB_MODE`, `WANDB_PROJECT`, `WANDB_API_KEY` and similar variables have their usual
-//! meaning. Its stderr is written to `wandb.log` in the run directory, without the key.
+//! The child inherits the environment, so `WANDB_MODE`, `WANDB_PROJECT`, `WANDB_API_KEY`, `TRACKIO_SPACE_ID` and similar variables have
+//! their usual meaning. Its stderr is written to `wandb.log` or `trackio.log` in the run directory, without the key.
 
 use std::io::{BufRead as _, BufReader, Read, Write as _};
 use std::path::{Path, PathBuf};
@@ -15,18 +15,45 @@ use serde_json::{Map, Value, json};
 
 use crate::media;
 
-const HELPER: &str = include_str!("wandb.py");
+const HELPER: &str = include_str!("package.py");
 /// Longest line of stderr that is kept, in bytes. Longer lines are cut.
 const MAX_LINE_BYTES: u64 = 4096;
 /// Largest number of characters of a completion in the table.
 const MAX_CELL_CHARS: usize = 20_000;
 
-/// Configuration of a run at Weights & Biases.
+/// A Python package that tracks runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Package {
+    /// Weights & Biases.
+    Wandb,
+    /// Trackio, which stores runs on this machine or in a Space of the Hugging Face Hub.
+    Trackio,
+}
+
+impl Package {
+    /// Returns the name of the package.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Wandb => "wandb",
+            Self::Trackio => "trackio",
+        }
+    }
+
+    /// Returns the file with its messages.
+    fn log(self) -> &'static str {
+        match self {
+            Self::Wandb => names::WANDB_LOG,
+            Self::Trackio => names::TRACKIO_LOG,
+        }
+    }
+}
+
+/// Configuration of a run for a package.
 #[derive(Debug, Clone)]
-pub struct WandbRun {
+pub struct PackageRun {
     /// Python interpreter to start.
     pub python: String,
-    /// Run directory. The package stores its files in its subdirectory `wandb/`.
+    /// Run directory. Weights & Biases stores its files in its subdirectory `wandb/`.
     pub directory: PathBuf,
     /// Name of the run. Without it, `WANDB_NAME` or the name of the directory is used.
     pub name: Option<String>,
@@ -37,20 +64,25 @@ pub struct WandbRun {
 }
 
 /// Tracker with a running child process.
-pub struct Wandb {
+pub struct Packaged {
+    package: Package,
     child: Arc<Mutex<Child>>,
     stdin: Option<ChildStdin>,
     stderr: Option<JoinHandle<String>>,
 }
 
-impl Wandb {
+impl Packaged {
     /// Starts the child process and the run.
     ///
     /// # Errors
     /// Returns an error if Python cannot be started or the directory cannot be written.
-    pub fn start(run: WandbRun) -> Result<Self, String> {
+    pub fn start(package: Package, run: PackageRun) -> Result<Self, String> {
         let mut command = Command::new(&run.python);
-        command.args(["-c", HELPER]).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
+        command
+            .args(["-c", HELPER, package.name()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped());
         // An interrupt at the terminal is for this program only: it still has to report how the run ends.
         #[cfg(unix)]
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
@@ -59,12 +91,12 @@ impl Wandb {
         })?;
         let (stdin, stderr) = (child.stdin.take(), child.stderr.take());
         let stderr = stderr.and_then(|stderr| {
-            let (log, secret) = (run.directory.join(names::WANDB_LOG), run.secret.clone());
-            let thread = std::thread::Builder::new().name("tracker-wandb-log".to_owned());
+            let (log, secret) = (run.directory.join(package.log()), run.secret.clone());
+            let thread = std::thread::Builder::new().name(format!("tracker-{}-log", package.name()));
             // If this thread does not start, only the output of the child is lost.
             thread.spawn(move || keep(stderr, &log, secret.as_deref())).ok()
         });
-        let mut this = Self { child: Arc::new(Mutex::new(child)), stdin, stderr };
+        let mut this = Self { package, child: Arc::new(Mutex::new(child)), stdin, stderr };
         let own = run.directory.file_name().unwrap_or_default().to_string_lossy();
         this.tell(&json!({
             "init": { "dir": run.directory, "name": run.name, "directory_name": own, "config": run.settings }
@@ -87,9 +119,9 @@ impl Wandb {
     }
 }
 
-impl Tracker for Wandb {
+impl Tracker for Packaged {
     fn name(&self) -> &'static str {
-        "wandb"
+        self.package.name()
     }
 
     fn take(&mut self, event: &Tracked) -> Result<(), String> {
@@ -143,7 +175,7 @@ impl Tracker for Wandb {
     }
 }
 
-impl Drop for Wandb {
+impl Drop for Packaged {
     fn drop(&mut self) {
         self.stdin = None;
         let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
@@ -192,14 +224,14 @@ mod tests {
 
     #[test]
     fn a_python_that_is_not_there_is_named() {
-        let run = WandbRun {
+        let run = PackageRun {
             python: "/nowhere/python3".to_owned(),
             directory: PathBuf::from("."),
             name: None,
             settings: Map::new(),
             secret: None,
         };
-        let error = Wandb::start(run).err().unwrap();
+        let error = Packaged::start(Package::Trackio, run).err().unwrap();
         assert!(error.starts_with("`/nowhere/python3` cannot be started"), "{error}");
     }
 }
