@@ -167,6 +167,7 @@ pub fn case_prompt(case: &str, model: &Model) -> Prompt {
             data: source[*offset..*offset + len].to_vec(),
             seconds_per_grid: f64::from(seconds),
             frame_times_secs: Vec::new(),
+            of_clip: None,
         }));
         *offset += len;
         at += tokens;
@@ -185,14 +186,21 @@ pub fn omni_prompt(want: &Golden) -> Prompt {
     };
     let sound = want.f.get("mel").map(|mel| {
         let [mels, frames] = want.shapes["mel"][..] else { panic!("mel") };
-        (MediumKind::Audio, MediumShape::Mel { mels, frames }, mel.clone())
+        (MediumKind::Audio, MediumShape::Mel { mels, frames, heard: frames }, mel.clone())
     });
     let media = [picture("image_u8", MediumKind::Image), picture("video_u8", MediumKind::Video), sound];
     let media: Vec<_> = media
         .into_iter()
         .flatten()
         .map(|(kind, shape, data)| {
-            Arc::new(MediumInput { kind, shape, data, seconds_per_grid: 0.0, frame_times_secs: Vec::new() })
+            Arc::new(MediumInput {
+                kind,
+                shape,
+                data,
+                seconds_per_grid: 0.0,
+                frame_times_secs: Vec::new(),
+                of_clip: None,
+            })
         })
         .collect();
     let (all, mut at) = (want.ids("chunk_ids"), 0);

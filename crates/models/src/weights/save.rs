@@ -4,26 +4,27 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use omnigrpo_kernels::Stored;
 use omnigrpo_ops::{Param, ParamDtype};
 use safetensors::tensor::{Dtype, View};
 
+use super::files::WeightFiles;
 use crate::error::{ModelError, Result};
 
 /// Largest size of a shard in bytes, as in the tools of the Hugging Face Hub.
 const SHARD_BYTES: usize = 5_000_000_000;
 
 /// Writes `model.safetensors`, or shards with an index if the weights exceed 5 GB, into `dir`. Dtypes are those of
-/// the weights in memory. Only one tensor at a time is copied.
+/// the weights in memory. The tensors of `carried` are copied as they are in their files. Only one tensor at a time is in memory.
 ///
 /// The files have their final names while they are written. A caller that needs atomicity writes into a
 /// temporary directory and renames it.
 ///
 /// # Errors
 /// Returns an error if the directory cannot be written or the disk is full.
-pub fn save_weights(dir: &Path, params: &[Arc<Param>]) -> Result<()> {
+pub fn save_weights(dir: &Path, params: &[Arc<Param>], carried: Option<&WeightFiles>) -> Result<()> {
     if let Some(param) = params.iter().find(|p| matches!(p.dtype(), ParamDtype::Quantised(_))) {
         return Err(ModelError::Checkpoint {
             dir: dir.to_path_buf(),
@@ -34,8 +35,14 @@ pub fn save_weights(dir: &Path, params: &[Arc<Param>]) -> Result<()> {
             ),
         });
     }
-    let tensors: Vec<_> = params.iter().map(|param| (param.name(), ParamView(param))).collect();
-    save_tensors(dir, &tensors)
+    let failure = Mutex::default();
+    let mut names: Vec<&str> = carried.into_iter().flat_map(WeightFiles::names).collect();
+    names.sort_unstable();
+    let copies = names.into_iter().zip(carried.into_iter().cycle());
+    let copies = copies.map(|(name, files)| (name, Saved::Copied { name, files, failure: &failure }));
+    let params = params.iter().map(|param| (param.name(), Saved::Param(param)));
+    save_tensors(dir, &params.chain(copies).collect::<Vec<_>>())?;
+    failure.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
 }
 
 /// Writes named tensors as [`save_weights`] does. The bytes of a tensor are requested when its turn comes.
@@ -103,27 +110,50 @@ pub fn share(_path: &Path) -> Result<()> {
     Ok(())
 }
 
-struct ParamView<'a>(&'a Param);
+/// A tensor to write.
+enum Saved<'a> {
+    /// A weight in memory.
+    Param(&'a Param),
+    /// A tensor of another file. The library that writes tensors cannot pass on that a file is unreadable, so the first such error is
+    /// kept in `failure`.
+    Copied { name: &'a str, files: &'a WeightFiles, failure: &'a Mutex<Option<ModelError>> },
+}
 
-impl View for &ParamView<'_> {
+impl View for &Saved<'_> {
     fn dtype(&self) -> Dtype {
-        if self.0.dtype() == ParamDtype::Bf16 { Dtype::BF16 } else { Dtype::F32 }
+        match self {
+            Saved::Param(param) if param.dtype() == ParamDtype::Bf16 => Dtype::BF16,
+            Saved::Param(_) => Dtype::F32,
+            Saved::Copied { name, files, .. } => files.dtype(name).unwrap_or(Dtype::F32),
+        }
     }
 
     fn shape(&self) -> &[usize] {
-        self.0.shape()
+        match self {
+            Saved::Param(param) => param.shape(),
+            Saved::Copied { name, files, .. } => files.shape(name).unwrap_or_default(),
+        }
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        match self.0.read().stored() {
-            Stored::F32(data) => data.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>(),
-            Stored::Bf16(data) => data.iter().flat_map(|x| x.to_le_bytes()).collect(),
-            Stored::Quantised(_) => Vec::new(),
+        match self {
+            Saved::Param(param) => match param.read().stored() {
+                Stored::F32(data) => data.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>(),
+                Stored::Bf16(data) => data.iter().flat_map(|x| x.to_le_bytes()).collect(),
+                Stored::Quantised(_) => Vec::new(),
+            },
+            Saved::Copied { name, files, failure } => files.bytes(name).unwrap_or_else(|error| {
+                failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                vec![0; self.data_len()]
+            }),
         }
         .into()
     }
 
     fn data_len(&self) -> usize {
-        self.0.num_bytes()
+        match self {
+            Saved::Param(param) => param.num_bytes(),
+            Saved::Copied { name, files, .. } => files.num_bytes(name).unwrap_or_default(),
+        }
     }
 }
