@@ -16,7 +16,7 @@ use safetensors::{Dtype, SafeTensors};
 /// Checkpoints of the cases in `cases/`.
 pub const CHECKPOINTS: [&str; 2] = ["qwen2_vl_tied", "qwen2_5_vl_tied"];
 /// One of each family and of each kind of decoder and tower, with a case of [`case_prompt`].
-pub const FAMILIES: [(&str, &str); 12] = [
+pub const FAMILIES: [(&str, &str); 14] = [
     ("qwen2_vl_tied", "C"),
     ("qwen2_5_vl_untied", "E"),
     ("qwen3_vl", "E"),
@@ -26,6 +26,8 @@ pub const FAMILIES: [(&str, &str); 12] = [
     ("aria", "E"),
     ("smolvlm", "E"),
     ("humanomni", "va"),
+    ("omni", "H"),
+    ("qwen2_audio", "C"),
     ("qwen2", "B"),
     ("qwen3", "B"),
     ("llama", "B"),
@@ -114,6 +116,8 @@ pub fn case_prompt(case: &str, model: &Model) -> Prompt {
         "qwen3_vl" => return crate::rows::prompt_of("qwen3_vl", &checkpoint("qwen3_vl"), case),
         "aria" => return crate::rows::prompt_of("aria", model.dir(), case),
         "smolvlm" => return crate::rows::prompt_of("smolvlm", model.dir(), case),
+        "qwen2_5_omni" => return crate::rows::prompt_of("qwen_omni", model.dir(), case),
+        "qwen2_audio" => return crate::rows::prompt_of("qwen_audio", model.dir(), case),
         name if name.starts_with("internvl") => return crate::rows::prompt_of("internvl", model.dir(), case),
         "humanomni" => return omni_prompt(&Golden::read(&format!("humanomni/{case}.humanomni.safetensors"))),
         _ => {}
@@ -317,10 +321,14 @@ pub fn causal_logits(model: &Model, x: DecoderInput, positions: &[Position], row
     decoder.logits(hidden.rows()).unwrap().to_vec()
 }
 
-/// Media of a prompt in the order they stand in it.
+/// Media of a prompt in the order in which they begin.
 pub fn in_order(prompt: &Prompt) -> Vec<usize> {
-    let mut order: Vec<usize> = prompt.spans.iter().map(|s| s.medium).collect();
-    order.dedup();
+    let mut order = Vec::new();
+    for span in &prompt.spans {
+        if !order.contains(&span.medium) {
+            order.push(span.medium);
+        }
+    }
     order
 }
 

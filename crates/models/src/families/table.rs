@@ -62,6 +62,11 @@ pub enum OptionKind {
 }
 
 impl FamilyRow {
+    /// Returns whether models of the family hear.
+    pub fn hears(&self) -> bool {
+        self.vision_modules.contains(&Part::Audio)
+    }
+
     /// Returns the row whose family matches the `model_type` or `architectures` of a configuration, if there is one.
     pub fn of(json: &ConfigJson) -> Option<&'static Self> {
         let architectures = json.get("architectures").and_then(|v| v.as_array());
