@@ -42,7 +42,7 @@ MELS, MAX_POSITIONS = 16, 2048
 # Seconds of sound that the processors of both families read.
 WINDOW = {"omni": 40, "omni_thinker": 40, "qwen2_audio": 1}
 # Seeds: every greedy step of every case is decided clearly.
-SEEDS = {"omni": 84, "omni_thinker": 2, "qwen2_audio": 27}
+SEEDS = {"omni": 84, "omni_thinker": 2, "qwen2_audio": 5}
 # Same output as the published template, written for this project.
 TEMPLATE = (
     "{%- for message in messages -%}"
@@ -174,7 +174,7 @@ def hub_config(name):
             ),
             audio_token_index=ID["<|AUDIO|>"], ignore_index=-100, model_type="qwen2_audio",
             text_config=dict(
-                hidden_size=48, intermediate_size=40, max_position_embeddings=512, model_type="qwen2",
+                hidden_size=48, intermediate_size=80, max_position_embeddings=512, model_type="qwen2",
                 num_attention_heads=3, num_hidden_layers=2, num_key_value_heads=3, rms_norm_eps=1e-5, rope_theta=10000,
                 torch_dtype="float32", vocab_size=VOCAB,
             ),
@@ -222,7 +222,9 @@ def build(name):
                 p.copy_(noise * ((1.5 if loud else 0.8) / math.sqrt(p[0].numel())))
             else:
                 loud = n.endswith(("o_proj.weight", "down_proj.weight"))
-                p.copy_(noise * ((2.5 if loud else 1.2) / math.sqrt(p[0].numel())))
+                # Calm enough for the steps in bfloat16 of the tests.
+                gain = (1.5, 0.9) if name == "qwen2_audio" else (2.5, 1.2)
+                p.copy_(noise * (gain[not loud] / math.sqrt(p[0].numel())))
     return whole
 
 

@@ -8,7 +8,7 @@
 //! * Take log10 of at least 1e-10, and raise values below (maximum - 8) to that bound. Compute (x + 4) / 4.
 //!
 //! The last frame is dropped. Everything is computed in f64. [`LogMel::trimmed`] leaves out the silence after the sound, without
-//! which the values of the other frames are the same.
+//! which the values of all other frames are the same.
 //!
 //! Source: `transformers` 5.23 `models/whisper/feature_extraction_whisper.py`, `audio_utils.mel_filter_bank`.
 

@@ -258,7 +258,7 @@ fn the_sound_of_a_video_file_is_inside_it_ffmpeg() {
         builder(&checkpoint("omni"), settings).build(&sample)
     };
     let talks = of("talks.mov", MissingAudio::Error).unwrap();
-    // The same clip as frames with the sound beside it.
+    // This is the same clip as frames with the sound beside it.
     let mut sample = sample_of("qwen_omni", "D");
     sample.media.iter_mut().filter(|m| m.kind == MediumKind::Audio).for_each(|m| m.options.of_clip = Some(0));
     let listed = builder(&checkpoint("omni"), MediaSettings::default()).build(&sample).unwrap();

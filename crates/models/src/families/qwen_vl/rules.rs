@@ -33,7 +33,7 @@ pub struct Rules {
     pub activations: &'static [(&'static str, Activation)],
     /// Whether norms are RMS norms and the feed-forward layer is gated. Otherwise they are layer norms and a plain layer.
     pub gated: bool,
-    /// Names of the layers of queries, keys and values, or of the one layer of all three.
+    /// Names of the layers of queries, keys and values; one name if they are one layer.
     pub qkv: &'static [&'static str],
     /// Names of a plain feed-forward layer.
     pub plain: [&'static str; 2],
