@@ -28,6 +28,7 @@ ROWS = [
     {"id": "clip", "video": "clip.gif", "problem": "<video>\nWhich way?", "solution": "<answer>left</answer>"},
     {"id": "text", "problem": "1 + 2?", "solution": "<answer>3</answer>"},
 ]
+HEARING = ("humanomni", "omni", "qwen2_audio")
 HEARD = [{"id": "rise", "audio": "rise.wav", "problem": "<audio>\nUp or down?", "solution": "<answer>up</answer>"}]
 
 STEP = ("--num_generations 3 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --max_steps 2 --save_steps 1 "
@@ -84,10 +85,10 @@ def run(binary, work, name, verb, model, flags):
     # The tiny checkpoints are made for 256 positions, which a clip exceeds.
     config = place / "config.json"
     config.write_text(re.sub(r'("max_position_embeddings": )256', r"\g<1>4096", config.read_text()))
-    rows = ROWS + (HEARD if model.startswith("humanomni") else [])
+    rows = ROWS + (HEARD if model.startswith(HEARING) else [])
     rows = [dict(row) for row in rows]
     if reads_text_only(model):
-        rows = [row for row in rows if not {"image", "video", "audio"} & set(row)]
+        rows = [row for row in rows if not {"image", "video"} & set(row)]
     elif model == "smolvlm_v1":
         # Its processor reads pictures only.
         rows = [row for row in rows if "video" not in row]
@@ -103,7 +104,7 @@ def run(binary, work, name, verb, model, flags):
     line = [str(binary), verb, "--model_name_or_path", str(place)]
     if not reads_text_only(model):
         line += ["--image_folders", str(GOLDEN / "media"), "--video_folders", str(GOLDEN / "media")]
-    if model.startswith("humanomni"):
+    if model.startswith(HEARING):
         line += ["--audio_folders", str(GOLDEN / "media")]
     if verb in ("train", "sft"):
         line += ["--train_file", str(work / "rows.jsonl"), "--output_dir", str(out / "run"), "--max_prompt_length", "400"]

@@ -9,6 +9,7 @@ import make_internvl
 import make_lora
 import make_encoders
 import make_humanomni
+import make_omni
 import make_packed
 import make_positions
 import make_published
@@ -36,5 +37,6 @@ if __name__ == "__main__":
     make_published.main()
     make_encoders.main()
     make_humanomni.main()
+    make_omni.main()
     make_scorers.main()
     make_text.main()

@@ -5,6 +5,7 @@ import shutil
 
 import make_aria
 import make_internvl
+import make_omni
 import make_qwen3_vl
 import make_smolvlm
 import torch
@@ -52,6 +53,13 @@ SMOLVLM = {
     "connector": (
         "smolvlm", "C",
         dict(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "out_proj", "fc1", "down_proj", "proj"]),
+    ),
+}
+# The decoder, both towers and the projection of sound.
+OMNI = {
+    "hearing": (
+        "omni_thinker", "C",
+        dict(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj", "attn.q", "fc1", "audio_tower.proj"]),
     ),
 }
 # Attention, the shared experts and the fused ones, whose tensors are no modules.
@@ -173,6 +181,17 @@ def run_smolvlm(adapter: str):
     write(adapter, name, wrapped, trained, logp, inputs["coefficients"], str)
 
 
+def run_omni(adapter: str):
+    name, case, settings = OMNI[adapter]
+    inputs = load_file(make_omni.OMNI / f"{case}.safetensors")
+    own = load_file(make_omni.OMNI / f"{case}.{name}.safetensors")
+    model = make_omni.new_model(name)
+    wrapped, trained = wrap(model, settings)
+    media = make_omni.inputs_of(name, case)
+    _, logp = make_omni.logp_of(model, own["prompt_ids"].tolist(), own["completion_ids"].tolist(), media)
+    write(adapter, name, wrapped, trained, logp, inputs["coefficients"], make_omni.published_name(name))
+
+
 def run_aria(adapter: str):
     name, case, settings = ARIA[adapter]
     inputs = load_file(make_aria.ROOT / f"{case}.safetensors")
@@ -197,6 +216,8 @@ def main():
         run_internvl(adapter)
     for adapter in SMOLVLM:
         run_smolvlm(adapter)
+    for adapter in OMNI:
+        run_omni(adapter)
     for adapter in ARIA:
         run_aria(adapter)
     for adapter in QWEN3_VL:

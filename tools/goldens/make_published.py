@@ -3,13 +3,17 @@
 import copy
 import math
 import re
+from collections import Counter
 
 import torch
 from fixtures import OUT, model_classes, oriented, published, write_json
 from make_aria import published_name as aria_name
+from make_omni import published_name as omni_name
 from transformers import (
     AriaForConditionalGeneration, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText,
-    InternVLForConditionalGeneration, LlamaConfig, Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration,
+    InternVLForConditionalGeneration, LlamaConfig, Qwen2_5OmniForConditionalGeneration,
+    Qwen2_5OmniThinkerForConditionalGeneration, Qwen2AudioForConditionalGeneration, Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 PUBLISHED = OUT / "published"
@@ -402,6 +406,127 @@ def smolvlm_processor(config) -> dict:
     ) | (sampling if family == "SmolVLM" else {})
 
 
+# size -> width, feed-forward, layers, heads, key and value heads, vocabulary
+QWEN25_OMNI = {"3B": (2048, 11008, 36, 16, 2, 151936), "7B": (3584, 18944, 28, 28, 4, 152064)}
+
+
+def omni_configs() -> dict:
+    """Qwen2.5-Omni as published, as far as the thinker is concerned; the 7B one with all of its parts. Qwen2-Audio leaves the sizes
+    of its language model to the class."""
+    out = {}
+    for size, (hidden, intermediate, layers, heads, kv_heads, vocab) in QWEN25_OMNI.items():
+        rope = dict(rope_scaling={"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"}, rope_theta=1000000.0)
+        thinker = dict(
+            audio_config=dict(
+                activation_function="gelu", d_model=1280, encoder_attention_heads=20, encoder_ffn_dim=5120, encoder_layers=32,
+                max_source_positions=1500, model_type="qwen2_5_omni_audio_encoder", n_window=100, num_hidden_layers=32,
+                num_mel_bins=128, output_dim=hidden, scale_embedding=False,
+            ),
+            audio_end_token_id=151648, audio_start_token_id=151647, audio_token_index=151646, bos_token_id=151644,
+            eos_token_id=151645, image_token_index=151655, initializer_range=0.02, model_type="qwen2_5_omni_thinker",
+            pad_token_id=151643, position_id_per_seconds=25, seconds_per_chunk=2,
+            text_config=dict(
+                hidden_act="silu", hidden_size=hidden, initializer_range=0.02, intermediate_size=intermediate,
+                max_position_embeddings=32768, max_window_layers=28, model_type="qwen2_5_omni_text",
+                num_attention_heads=heads, num_hidden_layers=layers, num_key_value_heads=kv_heads, rms_norm_eps=1e-6,
+                sliding_window=32768, tie_word_embeddings=False, use_cache=True, use_sliding_window=False, vocab_size=vocab,
+            ) | rope,
+            torch_dtype="bfloat16", user_token_id=872, video_token_index=151656,
+            vision_config=dict(
+                depth=32, embed_dim=1280, fullatt_block_indexes=[7, 15, 23, 31], hidden_act="silu", hidden_size=1280,
+                in_channels=3, in_chans=3, intermediate_size=3420, model_type="qwen2_5_omni_vision_encoder", num_heads=16,
+                out_hidden_size=hidden, patch_size=14, spatial_merge_size=2, spatial_patch_size=14, temporal_patch_size=2,
+                tie_word_embeddings=True, tokens_per_second=25, window_size=112,
+            ),
+            vision_end_token_id=151653, vision_start_token_id=151652, vision_token_id=151654,
+        )
+        out[f"qwen2_5_omni_{size}"] = dict(
+            architectures=["Qwen2_5OmniModel"], enable_audio_output=True, enable_talker=True, model_type="qwen2_5_omni",
+            thinker_config=thinker, torch_dtype="bfloat16",
+        )
+        if size == "7B":
+            out["qwen2_5_omni_7B"] |= dict(
+                talker_config=dict(
+                    embedding_size=3584, head_dim=128, hidden_size=896, intermediate_size=18944,
+                    model_type="qwen2_5_omni_talker", num_attention_heads=12, num_hidden_layers=24,
+                    num_key_value_heads=4, vocab_size=8448,
+                ) | rope,
+                token2wav_config=dict(
+                    bigvgan_config=dict(
+                        mel_dim=80, model_type="qwen2_5_omni_bigvgan", resblock_dilation_sizes=[[1, 3, 5]] * 3,
+                        resblock_kernel_sizes=[3, 7, 11], upsample_initial_channel=1536,
+                        upsample_kernel_sizes=[11, 7, 4, 4, 4, 4], upsample_rates=[5, 3, 2, 2, 2, 2],
+                    ),
+                    dit_config=dict(
+                        emb_dim=512, enc_attention_channels=64, enc_channels=[256, 256, 256, 256, 768],
+                        enc_dilations=[1, 2, 3, 4, 1], enc_dim=128, enc_emb_dim=192, enc_kernel_sizes=[5, 3, 3, 3, 1],
+                        enc_res2net_scale=2, enc_se_channels=64, head_dim=64, hidden_size=1024, mel_dim=80,
+                        model_type="qwen2_5_omni_dit", num_attention_heads=16, num_embeds=8193, num_hidden_layers=22,
+                    ),
+                    model_type="qwen2_5_omni_token2wav",
+                ),
+            )
+    out["qwen2_audio_7B"] = dict(
+        architectures=["Qwen2AudioForConditionalGeneration"], audio_token_index=151646, ignore_index=-100,
+        audio_config=dict(
+            activation_function="gelu", d_model=1280, encoder_attention_heads=20, encoder_ffn_dim=5120, encoder_layers=32,
+            max_source_positions=1500, model_type="qwen2_audio_encoder", num_mel_bins=128, scale_embedding=False,
+        ),
+        model_type="qwen2_audio", torch_dtype="bfloat16",
+        text_config=dict(
+            intermediate_size=11008, max_position_embeddings=8192, model_type="qwen2", rms_norm_eps=1e-5, rope_theta=10000,
+            torch_dtype="bfloat16", vocab_size=156032,
+        ),
+    )
+    return out
+
+
+def omni_processor(config) -> dict:
+    """preprocessor_config.json, as published."""
+    whisper = dict(
+        chunk_length=300, feature_extractor_type="WhisperFeatureExtractor", feature_size=128, hop_length=160, n_fft=400,
+        padding_side="right", padding_value=0.0, return_attention_mask=True, sampling_rate=16000,
+    )
+    if config["model_type"] == "qwen2_audio":
+        return whisper | dict(chunk_length=30, processor_class="Qwen2AudioProcessor")
+    return whisper | dict(
+        dither=0.0, image_mean=[0.48145466, 0.4578275, 0.40821073], image_processor_type="Qwen2VLImageProcessor",
+        image_std=[0.26862954, 0.26130258, 0.27577711], max_pixels=12845056, merge_size=2, min_pixels=3136, patch_size=14,
+        processor_class="Qwen2_5OmniProcessor", temporal_patch_size=2,
+    )
+
+
+def omni_tensors(key, directory) -> dict:
+    """As `tensor_list`, without a table that only the talker uses. The tensors of the parts that speak are listed in `speakers.json` of
+    the 7B size, as patterns with the number of their names."""
+    config = AutoConfig.from_pretrained(directory)
+    audio = key.startswith("qwen2_audio")
+    whole = key == "qwen2_5_omni_7B"
+    with torch.device("meta"):
+        if audio:
+            model = Qwen2AudioForConditionalGeneration(config)
+        elif whole:
+            model = Qwen2_5OmniForConditionalGeneration(config)
+        else:
+            model = Qwen2_5OmniThinkerForConditionalGeneration(config.thinker_config)
+    name_of = omni_name("qwen2_audio" if audio else "omni")
+    own = model.thinker if whole else model
+    shapes = {name_of(n): tuple(p.shape) for n, p in own.named_parameters()}
+    assert audio or len(shapes) == {"3B": 1346 + 8 * 12, "7B": 1346}[key[-2:]], len(shapes)
+    shapes.pop("thinker.audio_tower.audio_bos_eos_token.weight", None)
+    if whole:
+        speakers = Counter(re.sub(r"\.\d+\b", ".{i}", n) for n, _ in model.named_parameters() if not n.startswith("thinker."))
+        write_json(directory / "speakers.json", dict(speakers))
+    rows = {}
+    for name, shape in shapes.items():
+        rows.setdefault((re.sub(r"\b(layers|blocks)\.(\d+)\.", r"\1.{i}.", name), shape), set()).add(name)
+    assert len({pattern for pattern, _ in rows}) == len(rows)
+    return dict(
+        tied=False, parameters=sum(math.prod(s) for s in shapes.values()),
+        tensors=[[p, list(s), len(names) if "{i}" in p else 0] for (p, s), names in rows.items()],
+    )
+
+
 def aria_config() -> dict:
     """As published: width and heads of the tower, and the epsilon of the language model's norms, are left to the classes."""
     return dict(
@@ -439,11 +564,14 @@ def main():
     lines = []
     for key, config in (
         configs() | qwen3_vl_configs() | internvl_configs() | {"aria_25B": aria_config()} | smolvlm_configs()
-        | text_configs()
+        | text_configs() | omni_configs()
     ).items():
         directory = PUBLISHED / key
         write_json(directory / "config.json", config)
-        if config["model_type"] in ("qwen2", "qwen3", "qwen3_moe", "llama"):
+        if key.startswith(("qwen2_5_omni", "qwen2_audio")):
+            write_json(directory / "preprocessor_config.json", omni_processor(config))
+            result = omni_tensors(key, directory)
+        elif config["model_type"] in ("qwen2", "qwen3", "qwen3_moe", "llama"):
             result = text_tensors(directory)
         elif key.startswith("smolvlm"):
             write_json(directory / "preprocessor_config.json", smolvlm_processor(config))

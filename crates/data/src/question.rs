@@ -1,7 +1,7 @@
 //! Question templates: fixed wording around the last question of a prompt. The template `none` leaves rows unchanged.
 //!
 //! The wordings are those the original systems train and evaluate with (VLM-R1's per task, R1-V's, R1-Omni's). A model tuned on
-//! one of them expects it exactly, including double spaces.
+//! one of them expects it exactly, including double spaces. The wording of `context` was written for this program.
 
 use omnigrpo_text::{Part, Turn};
 
@@ -56,6 +56,11 @@ pub const QUESTION_TEMPLATES: &[QuestionTemplate] = &[
         name: "humanomni",
         doc: "R1-Omni: one fixed question for every clip instead of the row's",
         wording: "As an emotional recognition expert; throughout the video, which emotion conveyed by the characters is the most obvious to you?\nOutput the thinking process in <think> </think> and final emotion in <answer> </answer> tags.",
+    },
+    QuestionTemplate {
+        name: "context",
+        doc: "in the form of HumanOmniV2: the context, thinking, then the answer",
+        wording: "{Question}\nFirst describe the relevant context in <context> </context> tags, then output the thinking process in <think> </think> and the final answer in <answer> </answer> tags.",
     },
 ];
 

@@ -158,6 +158,10 @@ pub struct MediumOptions {
     pub video_end: Option<f64>,
     /// Segments of the clip, each sampled separately.
     pub segments: Option<Segments>,
+    /// Index, among the clips of the row, of the clip whose sound this is, if `use_audio_in_video` added it. Families that
+    /// interleave a clip with its sound do so for this sound.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub of_clip: Option<usize>,
 }
 
 impl MediumOptions {
@@ -178,6 +182,7 @@ impl MediumOptions {
             video_start: self.video_start.or(defaults.video_start),
             video_end: self.video_end.or(defaults.video_end),
             segments: self.segments.clone().or_else(|| defaults.segments.clone()),
+            of_clip: self.of_clip,
         }
     }
 }

@@ -64,7 +64,7 @@ fn animations_equal_pillow_and_keep_their_delays() {
             assert!((t - expected).abs() < 1e-9, "{:?}", video.timestamps_s);
         }
         assert!((video.sampled_fps - 15.0).abs() < 1e-9);
-        assert!((video.second_per_grid_t(2) - 2.0 / 15.0).abs() < 1e-12);
+        assert!((2.0 / video.sampled_fps - 2.0 / 15.0).abs() < 1e-12);
     }
 }
 
@@ -113,7 +113,7 @@ fn lists_and_directories_of_pictures_are_videos() {
     assert_eq!(video.frames, frames); // frame_10 last
     assert_eq!((video.source_fps, video.sampled_fps), (2.0, 2.0));
     assert_eq!(video.timestamps_s[3], 1.5);
-    assert_eq!(video.second_per_grid_t(2), 1.0);
+    assert_eq!(2.0 / video.sampled_fps, 1.0);
 
     let list = VideoSource::FrameList(paths.iter().rev().cloned().collect());
     let four = VideoRequest { listed_fps: Some(5.5), ..request(nframes(4)) };
@@ -251,7 +251,7 @@ fn ffmpeg_gives_exactly_the_frames_asked_for() {
         // Luma is cut at 16 and 235 on the way to RGB: frames 0 and 1 look like 1.5.
         assert_eq!(counted(&video)[1..], [16, 33, 49]);
         assert_eq!(video.timestamps_s, [0.0, 1.6, 3.3, 4.9]);
-        assert!((video.sampled_fps - 0.8).abs() < 1e-12 && (video.second_per_grid_t(2) - 2.5).abs() < 1e-12);
+        assert!((video.sampled_fps - 0.8).abs() < 1e-12 && (2.0 / video.sampled_fps - 2.5).abs() < 1e-12);
 
         let range = QwenSampling {
             nframes: Some(6),

@@ -12,7 +12,7 @@ use crate::model::Model;
 use crate::weights::save_weights;
 
 /// Files of a checkpoint besides the weights.
-pub const COMPANIONS: [&str; 16] = [
+pub const COMPANIONS: [&str; 17] = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -29,6 +29,8 @@ pub const COMPANIONS: [&str; 16] = [
     "LICENSE",
     "configuration.json",
     "sentencepiece.bpe.model",
+    // The voices of Qwen2.5-Omni's talker, a pickle file that is copied and never read.
+    "spk_dict.pt",
 ];
 /// Model card, from which the licence is copied.
 const CARD: &str = "README.md";
@@ -167,7 +169,7 @@ impl Model {
         }
         let to = dir.join("config.json");
         std::fs::write(&to, format!("{config:#}\n")).map_err(ModelError::io(to))?;
-        save_weights(dir, &params, self.family().format().splits_experts())
+        save_weights(dir, &params, self.family().format().splits_experts(), self.carried())
     }
 
     /// Copies tokenizer and processor files into `dir`. Also copies the Python code of checkpoints that are published with code;

@@ -45,7 +45,7 @@ pub use families::humanomni;
 pub use families::{
     Architecture, Companion, Converted, Encoder, FAMILIES, Family, FamilyOption, FamilyRow, Format,
     FrameRule, IdleSettings, MediaSettings, MediumInput, MediumKey, MediumPlan, MediumShape, MissingAudio,
-    Network, OptionKind, Processor, Roles, probe_medium, sound,
+    Network, OptionKind, Processor, Roles, Shown, probe_medium, sound,
 };
 pub use gguf::{ConvertedGguf, GgufPrecision, convert_gguf};
 pub use lora::LoraConfig;

@@ -53,6 +53,8 @@ pub struct Model {
     device: Device,
     /// Files from which weights are read while the model is in use. They must not change.
     lenders: Option<WeightFiles>,
+    /// Tensors of the checkpoint that the network does not use and that saved copies contain.
+    carried: Option<WeightFiles>,
     /// Digests of the tensors that were read from files; `None` if nobody asked for them.
     pub(crate) digests: Option<TensorDigests>,
     /// Source of the decoder's weights that are not in memory all the time.
@@ -80,6 +82,7 @@ impl Model {
             alphas: BTreeMap::new(),
             device,
             lenders: None,
+            carried: None,
             digests: None,
             lender: None,
         }
@@ -183,6 +186,11 @@ impl Model {
     /// Returns the weights to write into a saved copy. Untrained weights from separate directories are left out.
     pub(crate) fn saved_params(&self) -> Vec<Arc<Param>> {
         self.base_params().iter().filter(|p| !self.stays_outside(p)).map(Arc::clone).collect()
+    }
+
+    /// Returns the tensors of the checkpoint that saved copies contain unchanged.
+    pub(crate) fn carried(&self) -> Option<&WeightFiles> {
+        self.carried.as_ref()
     }
 
     /// Returns the device on which the model runs.

@@ -14,7 +14,9 @@ use omnigrpo_text::{
 use crate::checkpoint::Checkpoint;
 use crate::decoder::Position;
 use crate::error::{MAX_COMPLETION_LENGTH, MAX_PROMPT_LENGTH, ModelError, Result};
-use crate::families::{Family, MediaSettings, MediumInput, MediumKey, MediumPlan, MediumShape, probe_medium};
+use crate::families::{
+    Family, MediaSettings, MediumInput, MediumKey, MediumPlan, MediumShape, Shown, probe_medium,
+};
 use crate::media_store::{Decoded, MediaStore};
 use crate::rope::RopeScaling;
 use crate::stream::{AddedTurn, next_key};
@@ -280,8 +282,9 @@ impl PromptBuilder {
                 data: vec![f32::from(u8::from(masked)); self.family.processor().numbers(&plan.shape)],
                 kind: plan.kind,
                 shape: plan.shape,
-                seconds_per_grid: 1.0,
+                seconds_per_grid: plan.seconds_per_grid,
                 frame_times_secs: plan.frame_times_secs,
+                of_clip: plan.of_clip,
             })
         };
         plans.into_iter().map(empty).collect()
@@ -453,7 +456,7 @@ impl PromptBuilder {
         if features > self.model_tokens().max(MOST_RENDERED) {
             return Err(too_long(features));
         }
-        let arranged = self.family.processor().arrange(turns);
+        let arranged = self.arranged(turns, media);
         let renderer = PromptRenderer::new(&self.tokenizer, &self.template);
         let options = &self.settings.render;
         let rendered = renderer.render_conversation(&arranged, media, options, &self.stops)?.prompt;
@@ -673,16 +676,24 @@ impl PromptBuilder {
         media.iter().zip(headers).map(plan).collect()
     }
 
-    /// Returns the tokens of media in the prompt.
-    fn shown<'m>(
-        &self,
-        media: impl Iterator<Item = (MediumKind, &'m MediumShape, &'m [f64])>,
-    ) -> Result<Vec<MediumTokens>> {
-        media.map(|(kind, shape, times)| self.family.processor().tokens(kind, shape, times)).collect()
+    /// Returns the tokens of media in the prompt. The tokens of a clip that is interleaved with its sound include those of the sound.
+    fn shown<'m>(&self, media: impl Iterator<Item = Shown<'m>>) -> Result<Vec<MediumTokens>> {
+        let (processor, media) = (self.family.processor(), media.collect::<Vec<_>>());
+        let tokens = media.iter().map(|m| processor.tokens(m.kind, m.shape, m.times_secs));
+        let mut tokens = tokens.collect::<Result<Vec<_>>>()?;
+        for (at, sound) in media.iter().enumerate() {
+            let clips = || (0..media.len()).filter(|&m| media[m].kind == MediumKind::Video);
+            let Some(clip) = sound.of_clip.and_then(|clip| clips().nth(clip)) else { continue };
+            if let Some(both) = processor.tokens_with_sound(media[clip], *sound)? {
+                tokens[clip] = both;
+                tokens[at] = MediumTokens::inside(sound.kind);
+            }
+        }
+        Ok(tokens)
     }
 
     fn shown_media(&self, media: &[Arc<MediumInput>]) -> Result<Vec<MediumTokens>> {
-        self.shown(media.iter().map(|m| (m.kind, &m.shape, &m.frame_times_secs[..])))
+        self.shown(media.iter().map(|m| m.shown()))
     }
 
     /// Returns the text of a prompt, whose end is what the chat template writes before a completion, such as `<think>\n`.
@@ -706,12 +717,32 @@ impl PromptBuilder {
         Ok(RenderedPrompt { ids, spans: Vec::new(), text: text.to_owned() })
     }
 
+    /// Returns the conversation in the form to be rendered. Between a clip and the sound inside it there is nothing.
+    fn arranged(&self, turns: &[Turn], media: &[MediumTokens]) -> Vec<Turn> {
+        let is_inside = |part: &Part| match *part {
+            Part::Medium { kind, index } => {
+                media.iter().filter(|m| m.kind == kind).nth(index).is_some_and(MediumTokens::is_inside)
+            }
+            _ => false,
+        };
+        let mut turns = turns.to_vec();
+        for turn in &mut turns {
+            for at in (2..turn.parts.len()).rev() {
+                let is_space = |part: &Part| matches!(part, Part::Text(text) if text.trim().is_empty());
+                if is_inside(&turn.parts[at]) && is_space(&turn.parts[at - 1]) {
+                    turn.parts.remove(at - 1);
+                }
+            }
+        }
+        self.family.processor().arrange(&turns)
+    }
+
     /// Renders turns of a row, with the tools of the row if it has its own.
     fn render(&self, sample: &Sample, turns: &[Turn], media: &[MediumTokens]) -> Result<RenderedPrompt> {
         if sample.is_text {
             return self.continued(&sample.question());
         }
-        let turns = &self.family.processor().arrange(turns);
+        let turns = &self.arranged(turns, media);
         if !turns.iter().any(|turn| turn.role == Role::User) {
             return Err(ModelError::NoUserTurn);
         }
@@ -855,8 +886,8 @@ fn own_media(turns: &[Turn], media: &[MediumTokens]) -> (Vec<Turn>, Vec<usize>) 
 
 fn num_features(medium: &MediumTokens) -> usize {
     let count = |segment: &MediumSegment| match segment {
-        MediumSegment::Features { count, .. } => *count,
-        _ => 0,
+        MediumSegment::Features { count, .. } | MediumSegment::Inner { count, .. } => *count,
+        MediumSegment::Text(_) => 0,
     };
     medium.segments.iter().map(count).sum()
 }

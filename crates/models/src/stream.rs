@@ -352,6 +352,7 @@ mod tests {
                 data: vec![value; 1200],
                 seconds_per_grid: 0.0,
                 frame_times_secs: Vec::new(),
+                of_clip: None,
             };
             let spans = vec![Span { medium: 0, start: 1, len: 1 }];
             keys(&[(&Prompt { media: vec![Arc::new(medium)], spans, ..prompt(3) }, vec![&[10, 11]])])
@@ -431,10 +432,11 @@ mod tests {
         p.spans = vec![Span { medium: 0, start: 1, len: 2 }, Span { medium: 0, start: 4, len: 1 }];
         p.media.push(Arc::new(crate::MediumInput {
             kind: omnigrpo_text::MediumKind::Image,
-            shape: crate::MediumShape::Mel { mels: 1, frames: 1 },
+            shape: crate::MediumShape::Mel { mels: 1, frames: 1, heard: 1 },
             data: vec![],
             seconds_per_grid: 0.0,
             frame_times_secs: vec![],
+            of_clip: None,
         }));
         let stream = PackedStream::new(&[GroupStream { prompt: &p, completions: vec![&[7]] }]).unwrap();
         let rows: Vec<_> = stream.features.iter().map(|f| (f.row, f.feature, f.len)).collect();

@@ -165,9 +165,15 @@ impl WeightSource for Recorder {
 #[test]
 fn an_outline_is_the_model_without_its_data() {
     let keep = |_: &str, part: Part| part == Part::Projector;
-    for name in
-        ["qwen2_5_vl_tied_bf16", "qwen2_vl_untied", "qwen3_vl", "internvl_original", "aria", "smolvlm"]
-    {
+    for name in [
+        "qwen2_5_vl_tied_bf16",
+        "qwen2_vl_untied",
+        "qwen3_vl",
+        "internvl_original",
+        "aria",
+        "smolvlm",
+        "omni",
+    ] {
         let opened = Checkpoint::open(&checkpoint(name)).unwrap();
         for bits in [None, Some(QuantBits::Eight), Some(QuantBits::Four)] {
             for dtype in [WeightDtype::Auto, WeightDtype::Float32, WeightDtype::BFloat16] {
@@ -346,7 +352,7 @@ fn published_sizes_have_the_tensors_transformers_makes() {
     let text = std::fs::read(golden("published/tensors.json")).unwrap();
     let list: serde_json::Value = serde_json::from_slice(&text).unwrap();
     let list = list.as_object().unwrap();
-    assert_eq!(list.len(), 55);
+    assert_eq!(list.len(), 58);
     for (size, entry) in list {
         let mut expected = BTreeMap::new();
         for tensor in entry["tensors"].as_array().unwrap() {
@@ -367,6 +373,7 @@ fn published_sizes_have_the_tensors_transformers_makes() {
             s if s.starts_with("internvl_hf") => ("internvl_hf", "preprocessor_config.json"),
             s if s.starts_with("internvl") => ("internvl_original", "tokenizer.json"),
             s if s.starts_with("aria") => ("aria", "preprocessor_config.json"),
+            s if s.starts_with("qwen2_5_omni") || s.starts_with("qwen2_audio") => ("omni", "tokenizer.json"),
             s if s.starts_with("qwen3_vl") => ("qwen3_vl", "preprocessor_config.json"),
             s if s.contains("_vl_") => ("qwen2_vl_tied", "preprocessor_config.json"),
             _ => ("qwen2", "tokenizer.json"),
@@ -375,6 +382,9 @@ fn published_sizes_have_the_tensors_transformers_makes() {
         std::fs::write(dir.path().join(file), text.replace(": 28", ": 448").replace(": 112", ": 980"))
             .unwrap();
         let opened = Checkpoint::open(dir.path()).unwrap();
+        if size == "qwen2_5_omni_7B" {
+            check_speakers(opened.family().format(), recorded_speakers());
+        }
         let mut recorder = Recorder { asked: BTreeMap::new() };
         let network = opened.family().architecture().network(&mut recorder).unwrap();
         assert_eq!(network.decoder.tied(), entry["tied"].as_bool().unwrap(), "{size}");
@@ -384,6 +394,29 @@ fn published_sizes_have_the_tensors_transformers_makes() {
             assert_eq!(recorder.asked.get(name), Some(shape), "{size}: {name}");
         }
         assert_eq!(recorder.asked.len(), expected.len(), "{size}");
+    }
+}
+
+/// Patterns of the names of talker and decoder of waves in Qwen2.5-Omni-7B, with the number of their names.
+fn recorded_speakers() -> BTreeMap<String, usize> {
+    let text = std::fs::read(golden("published/qwen2_5_omni_7B/speakers.json")).unwrap();
+    serde_json::from_slice(&text).unwrap()
+}
+
+/// Saved copies contain the parts that speak, and the network none of them. The published index has one tensor more than the classes
+/// of `transformers`, a table of frequencies.
+fn check_speakers(format: &dyn omnigrpo_models::Format, speakers: BTreeMap<String, usize>) {
+    let of = |part: &str| speakers.iter().filter(|(n, _)| n.starts_with(part)).map(|(_, count)| count).sum();
+    let counts: [usize; 2] = ["talker.", "token2wav."].map(of);
+    assert_eq!(counts, [293, 808]);
+    let more = "token2wav.code2wav_dit_model.rotary_embed.inv_freq".to_owned();
+    let table = "thinker.audio_tower.audio_bos_eos_token.weight".to_owned();
+    for name in speakers.into_keys().chain([more, table]) {
+        let name = name.replace("{i}", "0");
+        assert_eq!((format.carried(&name), format.published_name(&name)), (Some(name.clone()), None));
+    }
+    for name in ["thinker.model.norm.weight", "thinker.audio_tower.proj.weight", "mine.weight"] {
+        assert_eq!((format.carried(name), format.published_name(name)), (None, Some(name.to_owned())));
     }
 }
 
@@ -629,6 +662,8 @@ fn sizes_of_a_configuration_take_no_memory_before_they_fit_the_weights() {
         "aria",
         "smolvlm",
         "humanomni",
+        "omni",
+        "qwen2_audio",
     ] {
         let towers = ["siglip", "whisper", "bert"].map(|tower| format!("{tower}/config.json"));
         let files: Vec<String> = std::iter::once("config.json".to_owned())
@@ -1046,6 +1081,9 @@ fn the_configuration_is_read_once() {
         "smolvlm",
         "smolvlm_tied",
         "humanomni",
+        "omni",
+        "omni_thinker",
+        "qwen2_audio",
         "qwen3",
     ] {
         let place = TempDir::new().unwrap();

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use omnigrpo_models::encoders::bert::{self, Bert, BertConfig};
 use omnigrpo_models::encoders::clip::{Clip, ClipConfig};
 use omnigrpo_models::encoders::siglip::{self, Siglip, SiglipConfig};
-use omnigrpo_models::encoders::whisper::{self, Whisper, WhisperConfig};
+use omnigrpo_models::encoders::whisper::{self, Whisper, WhisperClass, WhisperConfig};
 use omnigrpo_models::{ConfigJson, Init, ModelError, Result, WeightDtype, WeightFiles, WeightSource};
 use omnigrpo_ops::{Activation, Param, Part, Pass, Rows, Tape, Var};
 use omnigrpo_testkit::{Golden, golden, max_diff, sketch};
@@ -136,20 +136,22 @@ fn whisper_equals_transformers() {
     let pass = Pass::default();
     let want = expected("whisper");
     let mut source = Inside::open("whisper", "", whisper::published_name);
-    let config = WhisperConfig::parse(&config("whisper")).unwrap();
+    let config = WhisperConfig::parse(&config("whisper"), &WhisperClass::WHISPER).unwrap();
+    let columns = 2 * config.num_positions;
     let encoder = Whisper::build(config, "", Part::Audio, &mut source).unwrap();
     assert_eq!(source.params.len(), source.files.names().count());
     source.train_all();
     let mut tape = Tape::recording(false);
-    let last = encoder.forward(&want.f["mel"], &pass, &mut tape).unwrap();
+    let last = encoder.forward(&want.f["mel"], columns, &pass, &mut tape).unwrap();
     close(last.rows(), &want.f["last"]);
     backward(tape, &want.f["coefficients"], &last);
     check_gradients(&source.params, &want);
     let encoder = Whisper::load(&golden("encoders/whisper"), Part::Audio, WeightDtype::BFloat16).unwrap();
-    let last = encoder.forward(&want.f["mel"], &pass, &mut Tape::off()).unwrap().into_rows().into_vec();
+    let last =
+        encoder.forward(&want.f["mel"], columns, &pass, &mut Tape::off()).unwrap().into_rows().into_vec();
     let delta = max_diff(&last, &want.f["last"]);
     assert!((1e-4..0.1).contains(&delta), "bf16 weights: {delta}");
-    assert!(encoder.forward(&want.f["mel"][1..], &pass, &mut Tape::off()).is_err());
+    assert!(encoder.forward(&want.f["mel"][1..], columns, &pass, &mut Tape::off()).is_err());
 }
 
 fn texts(want: &Golden) -> Vec<Vec<u32>> {
@@ -251,7 +253,7 @@ fn published_configurations_are_read() {
     // openai/whisper-large-v3
     let large = r#"{"d_model": 1280, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120, "encoder_layers": 32,
         "num_mel_bins": 128, "max_source_positions": 1500, "activation_function": "gelu"}"#;
-    let whisper = WhisperConfig::parse(&read(large)).unwrap();
+    let whisper = WhisperConfig::parse(&read(large), &WhisperClass::WHISPER).unwrap();
     assert_eq!((whisper.num_mels, whisper.num_positions, whisper.sizes.heads.dim), (128, 1500, 64));
     // google-bert/bert-base-uncased, FacebookAI/xlm-roberta-base, openai/clip-vit-base-patch16
     let base = r#"{"architectures": ["BertForMaskedLM"], "hidden_act": "gelu", "hidden_size": 768, "intermediate_size": 3072,

@@ -18,13 +18,14 @@ use omnigrpo_testkit::{
 use safetensors::SafeTensors;
 
 /// Adapter, checkpoint, trained tensors.
-const ADAPTERS: [(&str, &str, usize); 9] = [
+const ADAPTERS: [(&str, &str, usize); 10] = [
     ("everywhere", "qwen2_5_vl_tied", 44),
     ("attention", "qwen2_vl_untied", 14),
     ("tiles_hf", "internvl_hf", 26),
     ("tiles_original", "internvl_original", 14),
     ("experts", "aria", 32),
     ("connector", "smolvlm", 38),
+    ("hearing", "omni_thinker", 38),
     ("experts_down", "aria", 4),
     ("mergers", "qwen3_vl", 32),
     ("experts_alone", "qwen3_vl_moe", 32),
@@ -123,6 +124,7 @@ fn values_and_gradients_equal_peft() {
             "aria" => ("aria", "C"),
             "smolvlm" => ("smolvlm", "C"),
             "qwen3_vl" | "qwen3_vl_moe" => ("qwen3_vl", "E"),
+            "omni_thinker" => ("qwen_omni", "C"),
             name if name.starts_with("internvl") => ("internvl", "C"),
             _ => ("cases", "E"),
         };
@@ -130,6 +132,7 @@ fn values_and_gradients_equal_peft() {
         let prompt = case_prompt(case, &model);
         let completion = match name {
             "smolvlm" => Golden::read("smolvlm/C.smolvlm.safetensors").ids("completion_ids"),
+            "omni_thinker" => Golden::read("qwen_omni/C.omni_thinker.safetensors").ids("completion_ids"),
             _ => inputs.ids("completion_ids"),
         };
         let whole = whole_tensors(&golden("lora").join(adapter), model.family().format()).unwrap();

@@ -12,6 +12,8 @@ mod decoders;
 mod emulated;
 #[path = "parity/networks.rs"]
 mod networks;
+#[path = "parity/omni.rs"]
+mod omni;
 #[path = "parity/qwen3_vl.rs"]
 mod qwen3_vl;
 #[path = "parity/smolvlm.rs"]

@@ -100,23 +100,43 @@ fn every_family_trains_with_what_is_written() {
         "aria",
         "smolvlm",
         "humanomni",
+        "omni",
+        "qwen2_audio",
         "qwen2",
         "qwen3",
         "qwen3_moe",
         "llama",
     ] {
         let place = Place::new();
+        let heard =
+            json!({"audio": "rise.wav", "problem": "<audio>Which emotion?", "solution": "angry"}).to_string();
         let clip = json!({"video": "clip.gif", "problem": "Which emotion?", "solution": "angry"}).to_string();
         match family {
             "humanomni" => place.write("mine.jsonl", clip),
             "qwen2" | "qwen3" | "qwen3_moe" | "llama" => {
                 place.write("mine.jsonl", rows("How many?", &["3", "12"], false))
             }
+            "qwen2_audio" => place.write("mine.jsonl", heard.clone()),
             _ => place.write("mine.jsonl", rows("How many?", &["3", "12"], true)),
         }
         let model = golden("checkpoints").join(family).display().to_string();
         place.run_with("init --train_file mine.jsonl --model_name_or_path", &[&model]).ok();
         trains(&place, family);
+        // Rows with sound name the models that hear them.
+        place.write("heard.jsonl", heard);
+        let ran = place
+            .run_with("init --train_file heard.jsonl --output heard.yaml --model_name_or_path", &[&model]);
+        match family {
+            "humanomni" | "omni" | "qwen2_audio" => {
+                ran.ok();
+                let text = std::fs::read_to_string(place.path("heard.yaml")).unwrap();
+                assert!(text.contains("1 of 1 rows: 1 words; 1 with sound"), "{text}");
+            }
+            _ => {
+                let parts = ["1 of 1 rows with sound", "Qwen/Qwen2.5-Omni-3B", "qwen2_audio", "humanomni"];
+                ran.fails(1, &parts);
+            }
+        }
     }
 }
 

@@ -272,6 +272,50 @@ fn every_command_runs_on_families_with_media() {
     }
 }
 
+/// Models that hear: every command, on rows with sound, with a picture and sound, and with a clip and sound.
+#[test]
+fn every_command_runs_on_models_that_hear() {
+    let rows = r#"{"id": "one", "image": "shapes.png", "audio": "rise.wav", "problem": "<image>\n<audio>\nWhich shape is red?", "solution": "<answer>square</answer>"}
+{"id": "two", "audio": ["rise.wav", "rise.wav"], "problem": "<audio> and <audio>: equal?", "solution": "<answer>yes</answer>"}
+{"id": "clip", "video": "clip.gif", "audio": "rise.wav", "max_frames": 4, "min_pixels": 3136, "max_pixels": 12544, "problem": "<video><audio>Which way?", "solution": "<answer>right</answer>"}
+"#;
+    let place = every_command("omni", rows, "fc1", "qwen2_5_omni: 2 layers, width 48");
+    let model = golden("checkpoints/omni").display().to_string();
+    // What a run saves speaks, and so does a merged adapter.
+    let names = |file: &std::path::Path| -> Vec<String> {
+        let bytes = std::fs::read(file).unwrap();
+        let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let header: serde_json::Map<String, Value> = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
+        header.into_iter().map(|(name, _)| name).filter(|name| name != "__metadata__").collect()
+    };
+    let original = names(&golden("checkpoints/omni/model.safetensors"));
+    assert!(original.iter().any(|name| name.starts_with("talker.")));
+    for saved in ["sft", "run", "merged"] {
+        assert_eq!(names(&place.path(saved).join("model.safetensors")).len(), original.len(), "{saved}");
+        assert!(place.exists(&format!("{saved}/spk_dict.pt")));
+    }
+    for bits in ["load_in_8bit", "load_in_4bit"] {
+        let line =
+            format!("train --model {model} --train_file rows.jsonl --{bits} --use_peft --lora_r 2 {SMALL}");
+        place.run(&format!("{line} --reward_funcs random --output_dir {bits}")).ok();
+        assert!(place.exists(&format!("{bits}/adapter_model.safetensors")));
+    }
+    // Towers that are frozen leave the projections to be trained.
+    let line = format!("train --model {model} --train_file rows.jsonl {SMALL} --reward_funcs random");
+    place.run(&format!("{line} --tune_mm_vision false --output_dir frozen")).ok();
+    let talking = json!({"video": "clip.gif", "audio": "rise.wav", "problem": "<video>\n<audio>\nWhich emotion?", "solution": "angry"});
+    place.write("talking.jsonl", talking.to_string());
+    for preset in ["humanomni", "humanomni-v2"] {
+        let line = format!("train --model {model} --train_file talking.jsonl {SMALL} --preset {preset}");
+        place.run(&format!("{line} --output_dir {preset}")).ok();
+    }
+
+    let heard = r#"{"id": "one", "audio": "rise.wav", "problem": "<audio>\nWhat is it?", "solution": "<answer>a tone</answer>"}
+{"id": "two", "audio": ["rise.wav", "rise.wav"], "problem": "<audio> and <audio>: equal?", "solution": "<answer>yes</answer>"}
+"#;
+    every_command("qwen2_audio", heard, "out_proj", "qwen2_audio: 2 layers, width 48");
+}
+
 /// Rows of GSM8K, of TRL (a prompt with its completion, as text and as messages) and of verl.
 const TEXTS: &str = r####"{"question": "Tom has 6 apples and buys 7. How many has he?", "answer": "He has 6 + 7 = <<6+7=13>>13 apples.\n#### 13"}
 {"prompt": "The sky is", "completion": " blue."}
@@ -1335,6 +1379,7 @@ fn families_on_the_emulator_of_a_gpu() {
         ("aria", "--use_peft --lora_target_modules all-linear,experts --lora_r 4 --lora_dropout 0"),
         ("smolvlm", "--use_peft --lora_r 4 --lora_dropout 0"),
         ("humanomni", "--gradient_checkpointing"),
+        ("omni", "--gradient_checkpointing"),
         ("qwen3_vl", "--gradient_checkpointing"),
         ("qwen3_vl_moe", "--use_peft --lora_target_modules all-linear,experts --lora_r 4 --lora_dropout 0"),
         ("qwen2", "--gradient_checkpointing"),
@@ -1347,7 +1392,7 @@ fn families_on_the_emulator_of_a_gpu() {
             json!({"id": "shapes", "image": "shapes.png", "problem": "Which shape is red?", "solution": "<answer>square</answer>"}),
             json!({"id": "sum", "problem": "What is 2+3?", "solution": "<answer>5</answer>"}),
         ];
-        if !name.contains("vl") && !["aria", "smolvlm", "humanomni"].contains(&name) {
+        if !name.contains("vl") && !["aria", "smolvlm", "humanomni", "omni"].contains(&name) {
             rows[0].as_object_mut().unwrap().remove("image");
         }
         place.write("few.jsonl", rows.clone().map(|row| format!("{row}\n")).concat());

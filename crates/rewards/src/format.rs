@@ -4,7 +4,8 @@
 //! ([`RewardOptions::opened`](crate::RewardOptions)), or one at the end of a prompt that is a text.
 //!
 //! Sources: strict, R1-V `grpo.py` and the later form of qwen-vl-finetune; graded, the first form of qwen-vl-finetune; tags3, the
-//! ViVQA-X fork of VLM-R1; rec, the referring expressions of VLM-R1 (which search anywhere in the text). Deliberate differences:
+//! ViVQA-X fork of VLM-R1; rec, the referring expressions of VLM-R1 (which search anywhere in the text); context, HumanOmniV2, which
+//! describes the context before it thinks. Deliberate differences:
 //! the sources' expressions accept repeated blocks and empty answers, and the source of `tags3` has no lower bound. Here,
 //! `strict` requires exactly one non-empty pair of each expected tag, and `tags3` is at least 0. `Compat::S3Format`,
 //! `Compat::S4Format` and the mode `r1v` restore the sources' forms.
@@ -15,7 +16,7 @@ use std::sync::LazyLock;
 use regex::Regex;
 
 use crate::contract::PerRow;
-use crate::tags::{Tag, content, opened_tag, tags};
+use crate::tags::{content, opened_tag, tags};
 use crate::{
     AnswerPolicy, Compat, FormatMode, Reward, RewardError, RewardInput, RewardOptions, Think, boxes,
 };
@@ -27,7 +28,9 @@ pub(crate) fn reward(options: &RewardOptions) -> Result<Box<dyn Reward>, RewardE
     let range = match mode {
         FormatMode::Tags3 if s4 => (f64::NEG_INFINITY, 3.0),
         FormatMode::Tags3 => (0.0, 3.0),
-        FormatMode::Strict | FormatMode::Graded | FormatMode::R1v | FormatMode::Rec => (0.0, 1.0),
+        FormatMode::Strict | FormatMode::Graded | FormatMode::R1v | FormatMode::Rec | FormatMode::Context => {
+            (0.0, 1.0)
+        }
     };
     let template_opens = options.opened.clone();
     let score = move |input: &RewardInput<'_>| {
@@ -38,46 +41,43 @@ pub(crate) fn reward(options: &RewardOptions) -> Result<Box<dyn Reward>, RewardE
         };
         let value = match mode {
             FormatMode::Strict if s3 => f64::from(full_match(text.trim(), input.think)),
-            FormatMode::Strict => f64::from(strict(text, input.think)),
+            FormatMode::Strict => f64::from(strict(text, input.think, &PAIRS[1..])),
             FormatMode::Graded => graded(text, input.think),
             FormatMode::Tags3 if s4 => tags3(text),
             FormatMode::Tags3 => tags3(text).max(0.0),
             FormatMode::R1v => f64::from(full_match(text, input.think)),
-            FormatMode::Rec => f64::from(strict(text, input.think) && has_box(text)),
+            FormatMode::Rec => f64::from(strict(text, input.think, &PAIRS[1..]) && has_box(text)),
+            FormatMode::Context => f64::from(strict(text, input.think, &PAIRS)),
         };
         Ok(Some(value))
     };
     Ok(Box::new(PerRow { name: "format", range, score }))
 }
 
-/// Returns true for exactly `<think>…</think> <answer>…</answer>`, or only the answer, apart from white space around them. Tags
-/// are in lower case and not nested, and the answer is not blank.
-fn strict(text: &str, think: Think) -> bool {
-    const BOTH: [(&str, bool); 4] = [("think", false), ("think", true), ("answer", false), ("answer", true)];
-    let expected = match think {
-        Think::On => &BOTH[..],
-        Think::Off => &BOTH[2..],
-    };
+/// Pairs of tags that a completion has, in order.
+const PAIRS: [&str; 3] = ["context", "think", "answer"];
+
+/// Returns true for exactly one of each of these pairs in order, without the pair of thinking in rows that do not think, apart from
+/// white space around them. Tags are in lower case and not nested, and the answer is not blank.
+fn strict(text: &str, think: Think, pairs: &[&'static str]) -> bool {
     let text = text.trim();
-    let mut found: [Option<Tag<'_>>; 4] = [None; 4];
-    for (count, tag) in tags(text, &["think", "answer"]).enumerate() {
+    let wanted = pairs.iter().filter(|pair| think == Think::On || **pair != "think");
+    let mut expected = wanted.flat_map(|pair| [(*pair, false), (*pair, true)]);
+    let blank = |from: usize, to: usize| text[from..to].trim().is_empty();
+    // Ends of the last opening tag and of the last pair.
+    let (mut open, mut end) = (0, 0);
+    for tag in tags(text, pairs) {
         let lower = !text[tag.start..tag.end].bytes().any(|b| b.is_ascii_uppercase());
-        if !lower || expected.get(count) != Some(&(tag.name, tag.close)) {
+        let fits = match tag.close {
+            false => blank(end, tag.start),
+            true => tag.name != "answer" || !blank(open, tag.start),
+        };
+        if !lower || !fits || expected.next() != Some((tag.name, tag.close)) {
             return false;
         }
-        found[count] = Some(tag);
+        *(if tag.close { &mut end } else { &mut open }) = tag.end;
     }
-    // These gaps must be blank: before the first tag, between the pairs, after the last tag.
-    let blank = |from: usize, to: usize| text[from..to].trim().is_empty();
-    match (think, found) {
-        (Think::On, [Some(a), Some(b), Some(c), Some(d)]) => {
-            a.start == 0 && blank(b.end, c.start) && d.end == text.len() && !blank(c.end, d.start)
-        }
-        (Think::Off, [Some(a), Some(b), None, None]) => {
-            a.start == 0 && b.end == text.len() && !blank(a.end, b.start)
-        }
-        _ => false,
-    }
+    expected.next().is_none() && blank(end, text.len())
 }
 
 fn has_box(text: &str) -> bool {
@@ -240,6 +240,26 @@ mod tests {
         assert_eq!(score("<think>a</think><answer>{\"bbox\": [1, 2, 30, 40]}</answer>"), Some(1.0));
         assert_eq!(score("<think>a</think><answer>[1, 2, 30]</answer>"), Some(0.0));
         assert_eq!(score("<answer>[1, 2, 30, 40]</answer>"), Some(0.0));
+    }
+
+    #[test]
+    fn context_comes_before_thinking() {
+        let options = RewardOptions { format_mode: FormatMode::Context, ..RewardOptions::default() };
+        let score =
+            |text: &str, think| Row::new("", text, "").think(think).score("format", &options).unwrap();
+        let good = "<context>a man talks</context>\n<think>so</think> <answer>B</answer>\n";
+        for (text, on, off) in [
+            (good, 1.0, 0.0),
+            ("<context>c</context><answer>B</answer>", 0.0, 1.0),
+            ("<think>t</think><answer>B</answer>", 0.0, 0.0),
+            ("<think>t</think><context>c</context><answer>B</answer>", 0.0, 0.0),
+            ("<context>c</context><context>c</context><think>t</think><answer>B</answer>", 0.0, 0.0),
+            ("<context>c</context> x <think>t</think><answer>B</answer>", 0.0, 0.0),
+            ("<context>c</context><think>t</think><answer> </answer>", 0.0, 0.0),
+            ("<Context>c</context><think>t</think><answer>B</answer>", 0.0, 0.0),
+        ] {
+            assert_eq!([score(text, Think::On), score(text, Think::Off)], [on, off], "{text}");
+        }
     }
 
     #[test]

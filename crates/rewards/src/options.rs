@@ -54,6 +54,8 @@ options! {
     R1v = "r1v" "1 if the whole completion, unstripped, matches R1-V's expression",
     /// `Strict`, and a box in the answer.
     Rec = "rec" "strict, with a box [x1, y1, x2, y2] in the answer",
+    /// `Strict`, after exactly one pair of context tags.
+    Context = "context" "strict, after one context pair",
 }
 
 options! {

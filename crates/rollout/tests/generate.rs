@@ -177,7 +177,10 @@ fn greedy_of_tiles_and_squares_equals_the_reference_without_a_cache() {
     let aria = rows::ARIA.map(|(name, cases)| ("aria", name, cases));
     let smolvlm = rows::SMOLVLM.map(|(name, cases)| ("smolvlm", name, cases));
     let qwen3 = rows::QWEN3_VL.map(|(name, cases)| ("qwen3_vl", name, cases));
-    for (folder, name, cases) in internvl.into_iter().chain(aria).chain(smolvlm).chain(qwen3) {
+    let omni = rows::OMNI.map(|(name, cases)| ("qwen_omni", name, cases));
+    let audio = rows::QWEN_AUDIO.map(|(name, cases)| ("qwen_audio", name, cases));
+    let all = internvl.into_iter().chain(aria).chain(smolvlm).chain(qwen3).chain(omni).chain(audio);
+    for (folder, name, cases) in all {
         let setup = Setup::new(name);
         for case in cases.chars().map(|case| case.to_string()) {
             let prompt = rows::prompt_of(folder, &checkpoint(name), &case);
@@ -312,6 +315,8 @@ fn folder(name: &str) -> &'static str {
         "qwen3_vl" | "qwen3_vl_moe" => "qwen3_vl",
         "aria" => "aria",
         "smolvlm" => "smolvlm",
+        "omni" => "qwen_omni",
+        "qwen2_audio" => "qwen_audio",
         "humanomni" => "humanomni",
         name if name.starts_with("internvl") => "internvl",
         _ => "cases",
@@ -440,6 +445,7 @@ fn replayed_tokens_equal_those_of_single_launches() {
         "humanomni",
         "aria",
         "smolvlm",
+        "omni",
         "llama",
     ];
     let groups: [(u32, &[usize]); 3] = [(5, &[3, 9, 7]), (12, &[5, 11]), (2, &[1])];

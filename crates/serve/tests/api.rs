@@ -227,10 +227,12 @@ fn sound_is_heard_by_models_that_hear() {
     let sound = base64::engine::general_purpose::STANDARD.encode(std::fs::read(media("rise.wav")).unwrap());
     let part = json!([{ "type": "text", "text": "What?" }, { "type": "input_audio", "input_audio": { "data": sound, "format": "wav" } }]);
     let body = json!({ "temperature": 0, "messages": [{ "role": "user", "content": part }] });
-    let server = Served::new("humanomni", 8);
-    let heard = server.ok(&body)["usage"]["prompt_tokens"].as_u64();
-    let plain = server.ok(&asked("What?"))["usage"]["prompt_tokens"].as_u64();
-    assert!(heard > plain, "{heard:?} {plain:?}");
+    for model in ["humanomni", "omni", "qwen2_audio"] {
+        let server = Served::new(model, 8);
+        let heard = server.ok(&body)["usage"]["prompt_tokens"].as_u64();
+        let plain = server.ok(&asked("What?"))["usage"]["prompt_tokens"].as_u64();
+        assert!(heard > plain, "{model}: {heard:?} {plain:?}");
+    }
     let (status, answer) = Served::qwen().post(&body);
     assert_eq!((status, &answer["error"]["param"]), (400, &json!("messages")), "{answer}");
 }

@@ -48,6 +48,7 @@ macro_rules! presets {
 presets! {
     "r1-v" "R1-V: images and videos, accuracy and format" "";
     "humanomni" "R1-Omni: emotions in video and sound" COLD_START;
+    "humanomni-v2" "HumanOmniV2: context, reasoning and answers about video and sound" "";
     "qwen-video" "sets of actions in videos, graded rewards" "";
     "qwen-mcq" "multiple choice about videos, strict rewards" "";
     "vivqa-x" "Vietnamese answers with explanations" "";

@@ -16,7 +16,7 @@ use safetensors::{Dtype, SafeTensors};
 /// Checkpoints of the cases in `cases/`.
 pub const CHECKPOINTS: [&str; 2] = ["qwen2_vl_tied", "qwen2_5_vl_tied"];
 /// One of each family and of each kind of decoder and tower, with a case of [`case_prompt`].
-pub const FAMILIES: [(&str, &str); 13] = [
+pub const FAMILIES: [(&str, &str); 15] = [
     ("qwen2_vl_tied", "C"),
     ("qwen2_5_vl_untied", "E"),
     ("qwen3_vl", "E"),
@@ -27,6 +27,8 @@ pub const FAMILIES: [(&str, &str); 13] = [
     ("aria", "E"),
     ("smolvlm", "E"),
     ("humanomni", "va"),
+    ("omni", "H"),
+    ("qwen2_audio", "C"),
     ("qwen2", "B"),
     ("qwen3", "B"),
     ("llama", "B"),
@@ -117,6 +119,8 @@ pub fn case_prompt(case: &str, model: &Model) -> Prompt {
         }
         "aria" => return crate::rows::prompt_of("aria", model.dir(), case),
         "smolvlm" => return crate::rows::prompt_of("smolvlm", model.dir(), case),
+        "qwen2_5_omni" => return crate::rows::prompt_of("qwen_omni", model.dir(), case),
+        "qwen2_audio" => return crate::rows::prompt_of("qwen_audio", model.dir(), case),
         name if name.starts_with("internvl") => return crate::rows::prompt_of("internvl", model.dir(), case),
         "humanomni" => return omni_prompt(&Golden::read(&format!("humanomni/{case}.humanomni.safetensors"))),
         _ => {}
@@ -170,6 +174,7 @@ pub fn case_prompt(case: &str, model: &Model) -> Prompt {
             data: source[*offset..*offset + len].to_vec(),
             seconds_per_grid: f64::from(seconds),
             frame_times_secs: Vec::new(),
+            of_clip: None,
         }));
         *offset += len;
         at += tokens;
@@ -188,14 +193,21 @@ pub fn omni_prompt(want: &Golden) -> Prompt {
     };
     let sound = want.f.get("mel").map(|mel| {
         let [mels, frames] = want.shapes["mel"][..] else { panic!("mel") };
-        (MediumKind::Audio, MediumShape::Mel { mels, frames }, mel.clone())
+        (MediumKind::Audio, MediumShape::Mel { mels, frames, heard: frames }, mel.clone())
     });
     let media = [picture("image_u8", MediumKind::Image), picture("video_u8", MediumKind::Video), sound];
     let media: Vec<_> = media
         .into_iter()
         .flatten()
         .map(|(kind, shape, data)| {
-            Arc::new(MediumInput { kind, shape, data, seconds_per_grid: 0.0, frame_times_secs: Vec::new() })
+            Arc::new(MediumInput {
+                kind,
+                shape,
+                data,
+                seconds_per_grid: 0.0,
+                frame_times_secs: Vec::new(),
+                of_clip: None,
+            })
         })
         .collect();
     let (all, mut at) = (want.ids("chunk_ids"), 0);
@@ -312,10 +324,14 @@ pub fn causal_logits(model: &Model, x: DecoderInput, positions: &[Position], row
     decoder.logits(hidden.rows()).unwrap().to_vec()
 }
 
-/// Media of a prompt in the order they stand in it.
+/// Media of a prompt in the order in which they begin.
 pub fn in_order(prompt: &Prompt) -> Vec<usize> {
-    let mut order: Vec<usize> = prompt.spans.iter().map(|s| s.medium).collect();
-    order.dedup();
+    let mut order = Vec::new();
+    for span in &prompt.spans {
+        if !order.contains(&span.medium) {
+            order.push(span.medium);
+        }
+    }
     order
 }
 

@@ -2,10 +2,12 @@
 
 use std::path::Path;
 
-use omnigrpo_data::{Dataset, DatasetSpec, ReadOptions, Roots};
+use omnigrpo_data::{Dataset, DatasetSpec, ReadOptions, Roots, Sample};
 use omnigrpo_models::{
     Checkpoint, Limits, MediaSettings, Prompt, PromptBuilder, PromptSettings, probe_medium,
 };
+
+use omnigrpo_text::MediumKind;
 
 use crate::models::golden;
 
@@ -28,6 +30,10 @@ pub const SMOLVLM: [(&str, &str); 3] =
 
 pub const QWEN3_VL: [(&str, &str); 3] =
     [("qwen3_vl", "ABCDEF"), ("qwen3_vl_untied", "CE"), ("qwen3_vl_moe", "BCDE")];
+
+pub const OMNI: [(&str, &str); 2] = [("omni", "ABCDEFGHI"), ("omni_thinker", "CDEFGH")];
+
+pub const QWEN_AUDIO: [(&str, &str); 1] = [("qwen2_audio", "ABCD")];
 
 pub fn dataset() -> Dataset {
     dataset_of("internvl")
@@ -52,9 +58,17 @@ pub fn prompt(dir: &Path, case: &str) -> Prompt {
 }
 
 pub fn prompt_of(folder: &str, dir: &Path, case: &str) -> Prompt {
-    let rows = dataset_of(folder);
-    let row = u64::from(case.as_bytes()[0] - b'A');
-    builder(dir, MediaSettings::default()).build(&rows.get(row).unwrap()).unwrap()
+    builder(dir, MediaSettings::default()).build(&sample_of(folder, case)).unwrap()
+}
+
+/// The row of a case. In rows with `interleave`, the sound is that of the clip, as `use_audio_in_video` reads it from a file.
+pub fn sample_of(folder: &str, case: &str) -> Sample {
+    let mut sample = dataset_of(folder).get(u64::from(case.as_bytes()[0] - b'A')).unwrap();
+    if sample.columns.contains_key("interleave") {
+        let sound = sample.media.iter_mut().find(|medium| medium.kind == MediumKind::Audio);
+        sound.unwrap().options.of_clip = Some(0);
+    }
+    sample
 }
 
 /// Asserts that what is planned from the headers of each row's media is what decoding gives.

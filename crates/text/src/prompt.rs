@@ -114,6 +114,13 @@ pub enum MediumSegment {
         /// Number of positions.
         count: usize,
     },
+    /// Run of `count` positions for the features of the medium that follows in the conversation ([`MediumTokens::inside`]).
+    Inner {
+        /// Token id at these positions.
+        token: u32,
+        /// Number of positions.
+        count: usize,
+    },
 }
 
 /// Representation of one medium in the prompt.
@@ -121,7 +128,8 @@ pub enum MediumSegment {
 pub struct MediumTokens {
     /// Kind of the medium.
     pub kind: MediumKind,
-    /// Text that the template writes for the medium (`<|image_pad|>`). It is replaced by `segments` and must not be empty.
+    /// Text that the template writes for the medium (`<|image_pad|>`). It is replaced by `segments`. It is empty for a medium
+    /// that is shown inside the one before it, such as the sound of a clip.
     pub marker: String,
     /// Segments that replace the marker.
     pub segments: Vec<MediumSegment>,
@@ -132,6 +140,21 @@ impl MediumTokens {
     /// `token`.
     pub fn repeated(kind: MediumKind, marker: impl Into<String>, token: u32, count: usize) -> Self {
         MediumTokens { kind, marker: marker.into(), segments: vec![MediumSegment::Features { token, count }] }
+    }
+
+    /// Describes a medium that directly follows another one in the conversation and is shown inside it, by segments
+    /// [`MediumSegment::Inner`] of that one.
+    pub fn inside(kind: MediumKind) -> Self {
+        MediumTokens { kind, marker: String::new(), segments: Vec::new() }
+    }
+
+    /// Returns true for [`Self::inside`].
+    pub fn is_inside(&self) -> bool {
+        self.marker.is_empty()
+    }
+
+    fn has_inner(&self) -> bool {
+        self.segments.iter().any(|segment| matches!(segment, MediumSegment::Inner { .. }))
     }
 }
 
@@ -450,8 +473,9 @@ impl<'a> PromptRenderer<'a> {
             let problem = "writes different output depending on the content of a text".to_owned();
             return Err(self.changed(turn, problem));
         }
+        let inner = inner_media(&media_in_order, media)?;
         let markers = find_markers(&output, &media_in_order, media)?;
-        Ok(Output { markers, ..output })
+        Ok(Output { markers, inner, ..output })
     }
 
     /// Returns the text that describes the tools in the system turn; empty if there are none or the template describes them.
@@ -505,6 +529,9 @@ impl<'a> PromptRenderer<'a> {
                 let text = match part {
                     Part::Medium { kind, .. } => {
                         if let Some(&medium) = media_in_order.next() {
+                            if media[medium].is_inside() {
+                                continue;
+                            }
                             string.push_str(&media[medium].marker);
                         }
                         parts.push(json!({"type": kind.form().content_type()}));
@@ -569,7 +596,7 @@ impl<'a> PromptRenderer<'a> {
         for medium in media {
             placeholders.extend(self.tokenizer.token_id(&medium.marker));
             placeholders.extend(medium.segments.iter().filter_map(|segment| match segment {
-                MediumSegment::Features { token, .. } => Some(*token),
+                MediumSegment::Features { token, .. } | MediumSegment::Inner { token, .. } => Some(*token),
                 MediumSegment::Text(_) => None,
             }));
         }
@@ -600,6 +627,8 @@ struct Output {
     texts: Vec<TextRange>,
     /// Markers as (range, index of the medium), in order of position.
     markers: Vec<(Range<usize>, usize)>,
+    /// Index of the medium inside a medium, by the latter's index.
+    inner: BTreeMap<usize, usize>,
 }
 
 /// Position of a text. The range may exclude white space at the ends of the text.
@@ -634,6 +663,9 @@ impl Output {
                 Some(medium) => runs.extend(media[medium].segments.iter().map(|segment| match segment {
                     MediumSegment::Text(text) => Run::Trusted(text.clone()),
                     &MediumSegment::Features { token, count } => Run::Hole { medium, token, count },
+                    &MediumSegment::Inner { token, count } => {
+                        Run::Hole { medium: self.inner.get(&medium).copied().unwrap_or(medium), token, count }
+                    }
                 })),
             }
             at = range.end;
@@ -747,8 +779,12 @@ impl<'a> StandIns<'a> {
 
     /// Replaces the stand-ins by their texts. The error contains the turn and a description.
     fn resolve(&self, marked: &str) -> std::result::Result<Output, (usize, String)> {
-        let mut output =
-            Output { string: String::with_capacity(marked.len()), texts: Vec::new(), markers: Vec::new() };
+        let mut output = Output {
+            string: String::with_capacity(marked.len()),
+            texts: Vec::new(),
+            markers: Vec::new(),
+            inner: BTreeMap::new(),
+        };
         let mut seen = vec![0usize; self.texts.len()];
         let mut rest = marked;
         while let Some(open) = rest.find(&self.nonce) {
@@ -840,6 +876,20 @@ fn media_in_order(turns: &[Turn], media: &[MediumTokens]) -> Result<Vec<usize>> 
     Ok(order)
 }
 
+/// Returns the media that are shown inside the medium before them, by the index of that one.
+fn inner_media(media_in_order: &[usize], media: &[MediumTokens]) -> Result<BTreeMap<usize, usize>> {
+    let pairs = media_in_order.windows(2).map(|pair| (pair[0], pair[1]));
+    let inner: BTreeMap<usize, usize> = pairs.filter(|&(_, m)| media[m].is_inside()).collect();
+    let outside = |m: usize| media[m].has_inner();
+    let inside = media.iter().filter(|medium| medium.is_inside()).count();
+    match inner.len() == inside && media_in_order.iter().all(|m| outside(*m) == inner.contains_key(m)) {
+        true => Ok(inner),
+        false => Err(TextError::Conversation {
+            problem: "has a medium inside another one that has no place for it",
+        }),
+    }
+}
+
 /// Finds markers in the text that the template itself wrote. The k-th occurrence of a literal is the k-th medium that uses it.
 fn find_markers(
     output: &Output,
@@ -847,11 +897,8 @@ fn find_markers(
     media: &[MediumTokens],
 ) -> Result<Vec<(Range<usize>, usize)>> {
     let mut waiting: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
-    for &m in media_in_order.iter().rev() {
+    for &m in media_in_order.iter().rev().filter(|&&m| !media[m].is_inside()) {
         waiting.entry(&media[m].marker).or_default().push(m);
-    }
-    if waiting.contains_key("") {
-        return Err(TextError::Conversation { problem: "has a medium whose marker is empty" });
     }
     let expected: BTreeMap<&str, usize> =
         waiting.iter().map(|(&marker, list)| (marker, list.len())).collect();

@@ -162,7 +162,7 @@ fn check_prompts(tokenizer: &Tokenizer, goldens: &Goldens) {
 fn spans_in(ids: &[u32], media: &[MediumTokens]) -> Vec<Span> {
     let token = |m: &MediumTokens| match m.segments[0] {
         omnigrpo_text::MediumSegment::Features { token, .. } => token,
-        omnigrpo_text::MediumSegment::Text(_) => unreachable!(),
+        _ => unreachable!(),
     };
     let mut used = vec![false; media.len()];
     let mut spans = Vec::new();

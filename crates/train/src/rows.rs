@@ -129,10 +129,11 @@ impl Sent {
         let medium = |(kind, frame_times_secs)| {
             Arc::new(MediumInput {
                 kind,
-                shape: MediumShape::Mel { mels: 0, frames: 0 },
+                shape: MediumShape::Mel { mels: 0, frames: 0, heard: 0 },
                 data: Vec::new(),
                 seconds_per_grid: 0.0,
                 frame_times_secs,
+                of_clip: None,
             })
         };
         let prompt = Prompt {

@@ -34,7 +34,7 @@ fn update(
     omnigrpo_train::update((model, Some(reference)), adamw, AT, algorithm, rollouts, &mut timer()).unwrap()
 }
 
-const CHECKPOINTS: [&str; 7] = [
+const CHECKPOINTS: [&str; 8] = [
     "qwen2_5_vl_tied",
     "qwen2_vl_untied",
     "qwen3_vl",
@@ -42,6 +42,7 @@ const CHECKPOINTS: [&str; 7] = [
     "internvl3_5_original",
     "aria",
     "smolvlm",
+    "omni",
 ];
 
 /// The rows with completions as text, and as ids of the tokenizer of the Qwen-VL checkpoints.

@@ -222,7 +222,10 @@ fn hear(turns: &mut [Turn], items: &mut Vec<Item>) {
         }
         turn.parts = parts;
     }
-    items.extend(sounds(&videos));
+    for (index, video) in videos.iter().enumerate().filter(|(_, video)| has_sound(video)) {
+        let options = MediumOptions { of_clip: Some(index), ..video.options.clone() };
+        items.push(Item { kind: MediumKind::Audio, options, ..video.clone() });
+    }
 }
 
 /// Returns the media of one kind that the row's columns list.
@@ -486,6 +489,7 @@ fn options(map: &Map<String, Value>, place: &str) -> Result<MediumOptions, RowPr
         video_start: seconds("video_start")?,
         video_end: seconds("video_end")?,
         segments: None,
+        of_clip: None,
     };
     let conflict = |key: &str, expected| Err(column(name(key), &map[key], expected));
     if options.fps.is_some() && options.nframes.is_some() {

@@ -261,7 +261,8 @@ impl Hub {
 }
 
 /// Reports whether a file is fetched: weights in safetensors and the text files beside them. These are settings, tokenizers,
-/// templates, the licence, the model card, and the code of models that include some. The code is copied and never run.
+/// templates, the licence, the model card, and the code of models that include some. The code is copied and never run, and so are the
+/// voices of Qwen2.5-Omni, a pickle file.
 fn is_wanted(name: &str) -> bool {
     const ENDINGS: [&str; 7] = [".safetensors", ".json", ".txt", ".jinja", ".model", ".py", ".codes"];
     let file = name.rsplit('/').next().unwrap_or(name);
@@ -271,7 +272,8 @@ fn is_wanted(name: &str) -> bool {
     let hidden = name.split('/').any(|part| part.starts_with('.') && part != "..");
     !foreign
         && !hidden
-        && (["LICENSE", "README.md"].contains(&file) || ENDINGS.iter().any(|ending| file.ends_with(ending)))
+        && (["LICENSE", "README.md", "spk_dict.pt"].contains(&file)
+            || ENDINGS.iter().any(|ending| file.ends_with(ending)))
 }
 
 /// Returns the weight files listed in the snapshot's index, if it has one.
@@ -346,6 +348,7 @@ mod tests {
             ("consolidated.safetensors", vec![3; 1000]),
             ("pytorch_model.bin", vec![4; 1000]),
             ("sub/tokenizer.json", b"{\"t\": 1}".to_vec()),
+            ("spk_dict.pt", b"v".to_vec()),
             (".gitattributes", b"x".to_vec()),
         ]
     }

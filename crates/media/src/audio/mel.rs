@@ -7,7 +7,8 @@
 //! * Compute the power spectrum, and apply Slaney's mel filters with area norm from 0 to 8000 Hz.
 //! * Take log10 of at least 1e-10, and raise values below (maximum - 8) to that bound. Compute (x + 4) / 4.
 //!
-//! The last frame is dropped. Everything is computed in f64.
+//! The last frame is dropped. Everything is computed in f64. [`LogMel::trimmed`] leaves out the silence after the sound, without
+//! which the values of all other frames are the same.
 //!
 //! Source: `transformers` 5.23 `models/whisper/feature_extraction_whisper.py`, `audio_utils.mel_filter_bank`.
 
@@ -40,6 +41,8 @@ pub struct MelSpectrogram {
     pub num_mels: usize,
     /// Number of frames.
     pub num_frames: usize,
+    /// Number of leading frames that a model hears. The frames after them are those that its convolutions read.
+    pub num_heard: usize,
 }
 
 /// Converter from audio to log-mel features, with the settings of a checkpoint's processor.
@@ -52,7 +55,11 @@ pub struct LogMel {
     window: Vec<f64>,
     filters: Vec<Filter>,
     fourier: Arc<Fourier>,
+    is_trimmed: bool,
 }
+
+/// Frames that the convolutions of a Whisper encoder read after the last one that it hears.
+const READ_AFTER: usize = 2;
 
 /// Nonzero part of a mel filter.
 #[derive(Clone)]
@@ -119,9 +126,21 @@ impl LogMel {
             )
         };
         // The text is parsed as a map first, because a list would be accepted as a structure without keys.
-        let map: serde_json::Map<_, _> = serde_json::from_slice(&text).map_err(wrong)?;
-        let config: Config = serde_json::from_value(map.into()).map_err(wrong)?;
-        Self::new(&config)
+        Self::from_object(path, &serde_json::from_slice(&text).map_err(wrong)?)
+    }
+
+    /// Creates the converter that these keys of the file at `path` describe.
+    ///
+    /// # Errors
+    /// Returns an error if the keys belong to another feature extractor, or request an unsupported step.
+    pub fn from_object(
+        path: &Path,
+        keys: &serde_json::Map<String, serde_json::Value>,
+    ) -> Result<Self, MediaError> {
+        let wrong = |e: serde_json::Error| {
+            MediaError::setting(path.display().to_string(), e, "the audio processor of a Whisper model")
+        };
+        Self::new(&serde_json::from_value(keys.clone().into()).map_err(wrong)?)
     }
 
     fn new(config: &Config) -> Result<Self, MediaError> {
@@ -174,7 +193,19 @@ impl LogMel {
             window,
             filters: mel_filters(config.feature_size, n, f64::from(config.sampling_rate)),
             fourier: Arc::new(Fourier::new(n)),
+            is_trimmed: false,
         })
+    }
+
+    /// Returns the converter of models that do not hear the silence after a sound. Its features end soon after the sound.
+    #[must_use]
+    pub fn trimmed(self) -> Self {
+        Self { is_trimmed: true, ..self }
+    }
+
+    /// Returns whether the silence after a sound is left out.
+    pub fn is_trimmed(&self) -> bool {
+        self.is_trimmed
     }
 
     /// Returns the sample rate from which features are computed, in Hz.
@@ -192,9 +223,22 @@ impl LogMel {
         self.filters.len()
     }
 
-    /// Returns the number of frames, which is the same for all audio: 3000 for Whisper.
+    /// Returns the number of frames of the window: 3000 for Whisper.
     pub fn num_frames(&self) -> usize {
         self.num_samples / self.hop_length
+    }
+
+    /// Returns the number of frames of the features of `num_samples` samples, and how many of these a model hears. Both are those of
+    /// the window, unless the silence is trimmed.
+    pub fn frames_of(&self, num_samples: usize) -> [usize; 2] {
+        let window = self.num_frames();
+        if !self.is_trimmed {
+            return [window; 2];
+        }
+        let heard = num_samples.div_ceil(self.hop_length).min(window);
+        // A frame that begins within its half before the end of the sound is not silent.
+        let after = (self.n_fft / 2).div_ceil(self.hop_length).max(READ_AFTER);
+        [(heard + after).min(window), heard]
     }
 
     /// Computes the features of a clip at any sample rate.
@@ -202,7 +246,8 @@ impl LogMel {
         self.features(&resample(clip, self.sample_rate_hz)?.samples)
     }
 
-    /// Computes the features `[num_mels, num_frames]` of samples at [`Self::sample_rate_hz`], padded or cut to the window.
+    /// Computes the features `[num_mels, num_frames]` of samples at [`Self::sample_rate_hz`], padded or cut to the window. The number
+    /// of frames is that of [`Self::frames_of`].
     ///
     /// # Errors
     /// Returns an error if a sample is not a finite number.
@@ -217,7 +262,7 @@ impl LogMel {
             let i = if i < 0 { -i } else { last - (last - i).abs() };
             samples.get(i as usize).map_or(0.0, |&x| f64::from(x))
         };
-        let (num_mels, num_frames) = (self.filters.len(), self.num_frames());
+        let (num_mels, [num_frames, num_heard]) = (self.filters.len(), self.frames_of(samples.len()));
         let mut log = vec![FLOOR.log10(); num_mels * num_frames];
         let mut frame = vec![0.0; self.n_fft];
         let mut spectrum = vec![[0.0; 2]; self.n_fft / 2 + 1];
@@ -244,7 +289,7 @@ impl LogMel {
         }
         let max = log.iter().copied().fold(f64::MIN, f64::max);
         let data = log.into_iter().map(|x| ((x.max(max - RANGE) + 4.0) / 4.0) as f32).collect();
-        Ok(MelSpectrogram { data, num_mels, num_frames })
+        Ok(MelSpectrogram { data, num_mels, num_frames, num_heard })
     }
 }
 

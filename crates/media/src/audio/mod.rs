@@ -112,6 +112,17 @@ impl AudioRange {
     }
 }
 
+impl AudioRange {
+    /// Returns the number of samples in the range of audio that is `duration_s` seconds long.
+    pub fn num_samples(&self, duration_s: f64, sample_rate_hz: u32) -> usize {
+        let samples = |secs: f64| (secs * f64::from(sample_rate_hz)).round() as usize;
+        let start_s = self.start_s.unwrap_or(0.0);
+        let end_s = self.end_s.unwrap_or(f64::INFINITY).min(start_s + self.keep_s.unwrap_or(f64::INFINITY));
+        let all = samples(duration_s);
+        all.min(samples(end_s.min(duration_s.max(start_s)))).saturating_sub(samples(start_s)).max(1)
+    }
+}
+
 /// Properties of audio, as stated in a file's headers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AudioInfo {

@@ -159,14 +159,6 @@ pub struct VideoFrames {
     pub duration_s: f64,
 }
 
-impl VideoFrames {
-    /// Returns the seconds per time slice of `temporal_patch_size` frames, from which the temporal positions of Qwen2.5-VL are
-    /// computed.
-    pub fn second_per_grid_t(&self, temporal_patch_size: u32) -> f64 {
-        f64::from(temporal_patch_size) / self.sampled_fps
-    }
-}
-
 /// Reads the size, number of frames and rate of a video from its headers. This is fast for video files whose header states the
 /// number of frames. Other video files are scanned, and animations are decoded. Damage after the headers is not detected.
 pub fn probe_video(

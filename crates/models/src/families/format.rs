@@ -19,6 +19,11 @@ pub trait Format: Send + Sync {
         published.to_owned()
     }
 
+    /// Returns the published name of a tensor that the network does not use and that saved copies contain unchanged.
+    fn carried(&self, _key: &str) -> Option<String> {
+        None
+    }
+
     /// Returns the towers that may be in separate directories.
     fn companions(&self) -> Vec<Companion> {
         Vec::new()

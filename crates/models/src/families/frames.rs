@@ -107,13 +107,13 @@ impl FramePlan {
         }
     }
 
-    /// Returns the times of the frames that will be read, in seconds, given the header.
+    /// Returns the times of the frames that will be read, in seconds, and the number of frames per second, given the header.
     ///
     /// # Errors
     /// Returns an error if the video does not allow the choice of frames.
-    pub fn times_secs(&self, header: &MediumInfo) -> Result<Vec<f64>> {
+    pub fn times_secs(&self, header: &MediumInfo) -> Result<(Vec<f64>, f64)> {
         let frames = header.num_frames.unwrap_or_default() as usize;
-        let (FrameChoice { indices, .. }, fps) = match self.source {
+        let (FrameChoice { indices, sampled_fps }, fps) = match self.source {
             VideoSource::File(_) => {
                 let fps = header.fps.unwrap_or_default();
                 (self.sampling.choose(frames, fps)?, fps)
@@ -123,6 +123,6 @@ impl FramePlan {
                 (self.sampling.choose_listed(frames, fps)?, fps)
             }
         };
-        Ok(indices.iter().map(|&i| i as f64 / fps).collect())
+        Ok((indices.iter().map(|&i| i as f64 / fps).collect(), sampled_fps))
     }
 }

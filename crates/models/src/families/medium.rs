@@ -103,6 +103,8 @@ pub enum MediumShape {
         mels: usize,
         /// Number of time steps.
         frames: usize,
+        /// Number of leading time steps that the tower hears. It reads the others only in its convolutions.
+        heard: usize,
     },
 }
 
@@ -144,13 +146,13 @@ impl MediumShape {
         }
     }
 
-    /// Returns bands and frames of [`Self::Mel`].
+    /// Returns bands, frames and heard frames of [`Self::Mel`].
     ///
     /// # Errors
     /// Returns an error for another shape.
-    pub fn mel(&self) -> Result<[usize; 2]> {
+    pub fn mel(&self) -> Result<[usize; 3]> {
         match self {
-            Self::Mel { mels, frames } => Ok([*mels, *frames]),
+            Self::Mel { mels, frames, heard } => Ok([*mels, *frames, *heard]),
             other => {
                 Err(ModelError::shape(format!("this tower expects spectrograms, but the medium is {other}")))
             }
@@ -174,7 +176,7 @@ impl fmt::Display for MediumShape {
             Self::Frames { count, side_px, clip_secs } => {
                 write!(f, "{count} × {side_px} px (square frames) of {clip_secs} s")
             }
-            Self::Mel { mels, frames } => write!(f, "{mels}×{frames} log-mel (bands × frames)"),
+            Self::Mel { mels, frames, .. } => write!(f, "{mels}×{frames} log-mel (bands × frames)"),
         }
     }
 }
@@ -193,6 +195,10 @@ pub struct MediumInput {
     pub seconds_per_grid: f64,
     /// Times of the frames in the clip, in seconds; empty for an image.
     pub frame_times_secs: Vec<f64>,
+    /// Index, among the clips of the row, of the clip whose sound this is ([`MediumOptions::of_clip`]).
+    ///
+    /// [`MediumOptions::of_clip`]: omnigrpo_data::MediumOptions::of_clip
+    pub of_clip: Option<usize>,
 }
 
 /// The prepared form of a medium, known from its header only.
@@ -206,11 +212,47 @@ pub struct MediumPlan {
     pub tokens: usize,
     /// Times of the frames that will be read, in seconds.
     pub frame_times_secs: Vec<f64>,
+    /// Seconds from one temporal patch to the next, as in [`MediumInput`].
+    pub seconds_per_grid: f64,
+    /// Index of the clip whose sound this is, as in [`MediumInput`].
+    pub of_clip: Option<usize>,
+}
+
+/// Values that determine the tokens of a medium in the prompt.
+#[derive(Clone, Copy, Debug)]
+pub struct Shown<'m> {
+    /// Image, video or audio.
+    pub kind: MediumKind,
+    /// Shape of the prepared medium.
+    pub shape: &'m MediumShape,
+    /// Times of the frames in the clip, in seconds.
+    pub times_secs: &'m [f64],
+    /// Seconds from one temporal patch to the next.
+    pub seconds_per_grid: f64,
+    /// Index of the clip whose sound this is.
+    pub of_clip: Option<usize>,
+}
+
+impl MediumInput {
+    pub(crate) fn shown(&self) -> Shown<'_> {
+        Shown {
+            kind: self.kind,
+            shape: &self.shape,
+            times_secs: &self.frame_times_secs,
+            seconds_per_grid: self.seconds_per_grid,
+            of_clip: self.of_clip,
+        }
+    }
 }
 
 impl MediumPlan {
-    /// Returns the values that determine its tokens in the prompt: kind, shape, and times of the frames in seconds.
-    pub(crate) fn shown(&self) -> (MediumKind, &MediumShape, &[f64]) {
-        (self.kind, &self.shape, &self.frame_times_secs)
+    pub(crate) fn shown(&self) -> Shown<'_> {
+        Shown {
+            kind: self.kind,
+            shape: &self.shape,
+            times_secs: &self.frame_times_secs,
+            seconds_per_grid: self.seconds_per_grid,
+            of_clip: self.of_clip,
+        }
     }
 }

@@ -11,6 +11,8 @@ pub mod humanomni;
 mod internvl;
 mod medium;
 mod processor;
+mod qwen_audio;
+mod qwen_omni;
 mod qwen_vl;
 mod reader;
 mod settings;
@@ -26,7 +28,7 @@ use omnigrpo_text::{StopSet, Tokenizer};
 
 pub use architecture::{Architecture, Encoder, Network};
 pub use format::{Companion, Converted, Format};
-pub use medium::{MediumInput, MediumPlan, MediumShape, probe_medium};
+pub use medium::{MediumInput, MediumPlan, MediumShape, Shown, probe_medium};
 pub use processor::Processor;
 pub(crate) use processor::TEXT_ONLY;
 pub use settings::{FrameRule, IdleSettings, MediaSettings, MediumKey, MissingAudio};

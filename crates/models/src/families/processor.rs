@@ -6,7 +6,7 @@ use std::sync::Arc;
 use omnigrpo_data::{MediumInfo, MediumRef};
 use omnigrpo_text::{ChatTemplate, MediumKind, MediumTokens, Span, TemplateOrigin, Turn};
 
-use super::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape};
+use super::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Shown};
 use crate::decoder::Position;
 use crate::error::{ModelError, Result};
 
@@ -79,7 +79,7 @@ pub trait Processor: Send + Sync {
                 3 * (rows * columns + usize::from(rows * columns > 1)) * side_px * side_px
             }
             MediumShape::Frames { count, side_px, .. } => 3 * count * side_px * side_px,
-            MediumShape::Mel { mels, frames } => mels * frames,
+            MediumShape::Mel { mels, frames, .. } => mels * frames,
         }
     }
 
@@ -94,6 +94,15 @@ pub trait Processor: Send + Sync {
     /// Returns an error if the family does not use this shape.
     fn tokens(&self, kind: MediumKind, _shape: &MediumShape, _times_secs: &[f64]) -> Result<MediumTokens> {
         no_media(kind)
+    }
+
+    /// Returns the tokens of a clip that is interleaved with its own sound, or `None` if the family shows the two one after the
+    /// other.
+    ///
+    /// # Errors
+    /// Returns an error if the family does not use these shapes.
+    fn tokens_with_sound(&self, _clip: Shown, _sound: Shown) -> Result<Option<MediumTokens>> {
+        Ok(None)
     }
 
     /// Returns the ids that only media may produce. In the text of a completion, such a placeholder is encoded as plain text.

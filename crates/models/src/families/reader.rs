@@ -53,8 +53,8 @@ pub(super) trait Reader {
     /// Converts a decoded clip to values.
     fn clip(&self, of: Request, video: &VideoFrames) -> Result<Values>;
 
-    /// Returns the time from one temporal patch of a clip to the next, in seconds; 0 without temporal patches.
-    fn seconds_per_grid(&self, _video: &VideoFrames) -> f64 {
+    /// Returns the time from one temporal patch of a clip with this frame rate to the next, in seconds; 0 without temporal patches.
+    fn seconds_per_grid(&self, _sampled_fps: f64) -> f64 {
         0.0
     }
 }
@@ -74,17 +74,19 @@ pub(super) fn plan<R: Reader>(
     header: &MediumInfo,
     settings: &MediaSettings,
 ) -> Result<MediumPlan> {
-    let (of, mut frame_times_secs) = (Request { medium, settings }, Vec::new());
+    let (of, mut frame_times_secs, mut seconds_per_grid) = (Request { medium, settings }, Vec::new(), 0.0);
     let header = &given(header, settings);
     let shape = match supported::<R>(medium.kind)? {
         Form::Picture => reader.shape(of, header, None)?,
         Form::Clip => {
-            frame_times_secs = reader.frames(of)?.times_secs(header)?;
+            let (times_secs, fps) = reader.frames(of)?.times_secs(header)?;
+            (frame_times_secs, seconds_per_grid) = (times_secs, reader.seconds_per_grid(fps));
             reader.shape(of, header, Some(frame_times_secs.len()))?
         }
         Form::Sound => sound::plan(medium, header, reader.sound()?, settings)?,
     };
-    Ok(MediumPlan { kind: medium.kind, shape, tokens: reader.tokens(&shape)?, frame_times_secs })
+    let (tokens, of_clip) = (reader.tokens(&shape)?, medium.options.of_clip);
+    Ok(MediumPlan { kind: medium.kind, shape, tokens, frame_times_secs, seconds_per_grid, of_clip })
 }
 
 /// Returns a header with the size of the pixels in the form in which they are given.
@@ -117,11 +119,12 @@ pub(super) fn prepare<R: Reader>(
             let plan = reader.frames(of)?;
             let size = reader.frame_size(of, &plan)?;
             let video = plan.decode(settings, size)?;
-            (reader.clip(of, &video)?, reader.seconds_per_grid(&video), video.timestamps_s)
+            (reader.clip(of, &video)?, reader.seconds_per_grid(video.sampled_fps), video.timestamps_s)
         }
         Form::Sound => return sound::prepare(medium, reader.sound()?, settings),
     };
-    Ok(MediumInput { kind, shape, data, seconds_per_grid, frame_times_secs })
+    let of_clip = medium.options.of_clip;
+    Ok(MediumInput { kind, shape, data, seconds_per_grid, frame_times_secs, of_clip })
 }
 
 /// Returns width and height of a picture or frame from its header, in px.

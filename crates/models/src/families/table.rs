@@ -6,7 +6,7 @@ use omnigrpo_guard::Setting;
 use omnigrpo_ops::Part;
 
 use super::text::TextClass;
-use super::{Family, Roles, aria, humanomni, internvl, qwen_vl, smolvlm, text};
+use super::{Family, Roles, aria, humanomni, internvl, qwen_audio, qwen_omni, qwen_vl, smolvlm, text};
 use crate::config_json::ConfigJson;
 use crate::error::Result;
 
@@ -62,6 +62,11 @@ pub enum OptionKind {
 }
 
 impl FamilyRow {
+    /// Returns whether models of the family hear.
+    pub fn hears(&self) -> bool {
+        self.vision_modules.contains(&Part::Audio)
+    }
+
     /// Returns the row whose family matches the `model_type` or `architectures` of a configuration, if there is one.
     pub fn of(json: &ConfigJson) -> Option<&'static Self> {
         let architectures = json.get("architectures").and_then(|v| v.as_array());
@@ -186,6 +191,34 @@ pub const FAMILIES: &[FamilyRow] = &[
         open: humanomni::open,
         vision_modules: &[Part::Vision, Part::Audio, Part::Projector],
         options: humanomni::OPTIONS,
+    },
+    FamilyRow {
+        name: "qwen2_5_omni",
+        doc: "Qwen2.5-Omni's thinker: images, videos, sounds, and videos with their sound interleaved in time",
+        source: "arXiv 2503.20215; transformers models/qwen2_5_omni",
+        published: "Qwen/Qwen2.5-Omni-3B",
+        task: "any-to-any",
+        model_types: &["qwen2_5_omni", "qwen2_5_omni_thinker"],
+        architectures: &[
+            "Qwen2_5OmniModel",
+            "Qwen2_5OmniForConditionalGeneration",
+            "Qwen2_5OmniThinkerForConditionalGeneration",
+        ],
+        open: qwen_omni::open,
+        vision_modules: &[Part::Vision, Part::Audio, Part::Projector],
+        options: &[],
+    },
+    FamilyRow {
+        name: "qwen2_audio",
+        doc: "Qwen2-Audio: sounds of up to 30 s",
+        source: "arXiv 2407.10759; transformers models/qwen2_audio",
+        published: "Qwen/Qwen2-Audio-7B-Instruct",
+        task: "audio-text-to-text",
+        model_types: &["qwen2_audio"],
+        architectures: &["Qwen2AudioForConditionalGeneration"],
+        open: qwen_audio::open,
+        vision_modules: &[Part::Audio],
+        options: &[],
     },
     FamilyRow {
         name: "qwen2",

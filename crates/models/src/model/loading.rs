@@ -58,6 +58,14 @@ fn weight_files(checkpoint: &Checkpoint) -> Result<(WeightFiles, HashSet<String>
     Ok((files, outside))
 }
 
+/// Opens the tensors that saved copies contain and the network does not use; `None` if there are none.
+fn carried(checkpoint: &Checkpoint) -> Result<Option<WeightFiles>> {
+    let format = checkpoint.family().format();
+    let files = WeightFiles::open(checkpoint.dir(), |key| format.carried(key))?;
+    let is_empty = files.names().next().is_none();
+    Ok((!is_empty).then_some(files))
+}
+
 /// Returns a digest of the values of a weight in memory.
 fn param_digest(param: &Param) -> u64 {
     match param.read().stored() {
@@ -110,6 +118,7 @@ impl Model {
         let network = architecture.network(&mut source)?;
         let mut model = new(network, source.finish(family.name())?, outside);
         model.digests = files.digests();
+        model.carried = carried(checkpoint)?;
         model.lenders = Some(files).filter(|_| model.params.iter().any(|weight| weight.is_mapped()));
         Ok(model)
     }

@@ -335,6 +335,24 @@ impl WeightFiles {
     pub(super) fn held_as(&self, name: &str, dtype: WeightDtype) -> Option<ParamDtype> {
         held(self.entries(name).next()?, dtype)
     }
+
+    /// Returns the dtype of a tensor in its file.
+    pub(super) fn dtype(&self, name: &str) -> Option<Dtype> {
+        self.tensors.get(name).map(|entry| entry.info.dtype)
+    }
+
+    /// Reads the bytes of a tensor as they are in its file.
+    ///
+    /// # Errors
+    /// Returns an error if the file is unreadable or has become shorter.
+    pub(super) fn bytes(&self, name: &str) -> Result<Vec<u8>> {
+        let Some(Entry { shard, info }) = self.tensors.get(name) else { return Ok(Vec::new()) };
+        let (shard, (start, end)) = (&self.shards[*shard], info.data_offsets);
+        let mut bytes = vec![0; end - start];
+        shard.read(shard.data + start as u64, &mut bytes)?;
+        Ok(bytes)
+    }
+
     /// Returns the size of a tensor in its file, in bytes.
     pub fn num_bytes(&self, name: &str) -> Option<usize> {
         let bytes = |entry: &Entry| entry.info.data_offsets.1 - entry.info.data_offsets.0;

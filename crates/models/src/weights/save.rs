@@ -4,12 +4,13 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use omnigrpo_kernels::Stored;
 use omnigrpo_ops::{Param, ParamDtype};
 use safetensors::tensor::{Dtype, View};
 
+use super::files::WeightFiles;
 use super::joined::{OwnLayer, own_layers};
 use crate::error::{ModelError, Result};
 
@@ -17,15 +18,20 @@ use crate::error::{ModelError, Result};
 const SHARD_BYTES: usize = 5_000_000_000;
 
 /// Writes `model.safetensors`, or shards with an index if the weights exceed 5 GB, into `dir`. Dtypes are those of
-/// the weights in memory. Only one tensor at a time is copied. With `split_experts`, the layers of each expert become tensors of
-/// their own.
+/// the weights in memory. With `split_experts`, the layers of each expert become tensors of their own. The tensors of `carried` are copied
+/// as they are in their files. Only one tensor at a time is in memory.
 ///
 /// The files have their final names while they are written. A caller that needs atomicity writes into a
 /// temporary directory and renames it.
 ///
 /// # Errors
 /// Returns an error if the directory cannot be written or the disk is full.
-pub fn save_weights(dir: &Path, params: &[Arc<Param>], split_experts: bool) -> Result<()> {
+pub fn save_weights(
+    dir: &Path,
+    params: &[Arc<Param>],
+    split_experts: bool,
+    carried: Option<&WeightFiles>,
+) -> Result<()> {
     if let Some(param) = params.iter().find(|p| matches!(p.dtype(), ParamDtype::Quantised(_))) {
         return Err(ModelError::Checkpoint {
             dir: dir.to_path_buf(),
@@ -36,15 +42,22 @@ pub fn save_weights(dir: &Path, params: &[Arc<Param>], split_experts: bool) -> R
             ),
         });
     }
+    let failure = Mutex::default();
+    let mut names: Vec<&str> = carried.into_iter().flat_map(WeightFiles::names).collect();
+    names.sort_unstable();
+    let copies = names.into_iter().zip(carried.into_iter().cycle());
+    let copies =
+        copies.map(|(name, files)| (name.to_owned(), Saved::Copied { name, files, failure: &failure }));
     let whole = |param: &&Arc<Param>| !(split_experts && param.is_experts());
     let (whole, experts): (Vec<&Arc<Param>>, Vec<_>) = params.iter().partition(whole);
-    let whole = whole.into_iter().map(|param| (param.name().to_owned(), ParamView { param, part: None }));
+    let whole = whole.into_iter().map(|param| (param.name().to_owned(), Saved::Param(param, None)));
     let parts = experts.into_iter().flat_map(|param| {
-        own_layers(param).into_iter().map(move |(name, part)| (name, ParamView { param, part: Some(part) }))
+        own_layers(param).into_iter().map(move |(name, part)| (name, Saved::Param(param, Some(part))))
     });
-    let named: Vec<(String, ParamView)> = whole.chain(parts).collect();
-    let tensors: Vec<_> = named.iter().map(|(name, view)| (name.as_str(), *view)).collect();
-    save_tensors(dir, &tensors)
+    let named: Vec<(String, Saved)> = whole.chain(parts).chain(copies).collect();
+    let tensors: Vec<_> = named.iter().map(|(name, saved)| (name.as_str(), *saved)).collect();
+    save_tensors(dir, &tensors)?;
+    failure.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
 }
 
 /// Writes named tensors as [`save_weights`] does. The bytes of a tensor are requested when its turn comes.
@@ -112,39 +125,64 @@ pub fn share(_path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A weight, or a part of it, as a tensor of a file.
+/// A tensor to write.
 #[derive(Clone, Copy)]
-struct ParamView<'a> {
-    param: &'a Param,
-    part: Option<OwnLayer>,
+enum Saved<'a> {
+    /// A weight in memory, or the layer of one of its experts.
+    Param(&'a Param, Option<OwnLayer>),
+    /// A tensor of another file. The library that writes tensors cannot pass on that a file is unreadable, so the first such error is
+    /// kept in `failure`.
+    Copied { name: &'a str, files: &'a WeightFiles, failure: &'a Mutex<Option<ModelError>> },
 }
 
-impl View for &ParamView<'_> {
+impl View for &Saved<'_> {
     fn dtype(&self) -> Dtype {
-        if self.param.dtype() == ParamDtype::Bf16 { Dtype::BF16 } else { Dtype::F32 }
+        match self {
+            Saved::Param(param, _) if param.dtype() == ParamDtype::Bf16 => Dtype::BF16,
+            Saved::Param(..) => Dtype::F32,
+            Saved::Copied { name, files, .. } => files.dtype(name).unwrap_or(Dtype::F32),
+        }
     }
 
     fn shape(&self) -> &[usize] {
-        self.part.as_ref().map_or(self.param.shape(), |part| &part.shape)
+        match self {
+            Saved::Param(param, part) => part.as_ref().map_or(param.shape(), |part| &part.shape),
+            Saved::Copied { name, files, .. } => files.shape(name).unwrap_or_default(),
+        }
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        match self.param.read().stored() {
-            Stored::F32(data) => self.values(data).iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>(),
-            Stored::Bf16(data) => self.values(data).iter().flat_map(|x| x.to_le_bytes()).collect(),
-            Stored::Quantised(_) => Vec::new(),
+        match self {
+            Saved::Param(param, part) => match param.read().stored() {
+                Stored::F32(data) => bytes(*part, data, |x| x.to_le_bytes()),
+                Stored::Bf16(data) => bytes(*part, data, |x| x.to_le_bytes()),
+                Stored::Quantised(_) => Vec::new(),
+            },
+            Saved::Copied { name, files, failure } => files.bytes(name).unwrap_or_else(|error| {
+                failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                vec![0; self.data_len()]
+            }),
         }
         .into()
     }
 
     fn data_len(&self) -> usize {
-        self.param.num_bytes() / self.param.len().max(1) * View::shape(self).iter().product::<usize>()
+        match self {
+            Saved::Param(param, None) => param.num_bytes(),
+            Saved::Param(param, Some(part)) => {
+                param.num_bytes() / param.len().max(1) * part.shape.iter().product::<usize>()
+            }
+            Saved::Copied { name, files, .. } => files.num_bytes(name).unwrap_or_default(),
+        }
     }
 }
 
-impl ParamView<'_> {
-    /// Returns the values of the weight that belong to the tensor, in its order.
-    fn values<'d, T: Copy + Send + Sync>(&self, data: &'d [T]) -> Cow<'d, [T]> {
-        self.part.map_or(Cow::Borrowed(data), |part| Cow::Owned(part.values(data)))
-    }
+/// Returns the bytes of the values of a weight, or of one of its layers.
+fn bytes<T: Copy + Send + Sync, const N: usize>(
+    part: Option<OwnLayer>,
+    data: &[T],
+    of: impl Fn(T) -> [u8; N],
+) -> Vec<u8> {
+    let values = part.map_or(Cow::Borrowed(data), |part| Cow::Owned(part.values(data)));
+    values.iter().flat_map(|&x| of(x)).collect()
 }

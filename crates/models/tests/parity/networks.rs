@@ -131,6 +131,14 @@ fn towers_projectors_and_decoders_of_humanomni() {
     check(&model, &prompt, "humanomni", 16);
 }
 
+#[test]
+fn towers_projectors_and_decoders_of_models_that_hear() {
+    for (folder, name, case) in [("qwen_omni", "omni", "F"), ("qwen_audio", "qwen2_audio", "C")] {
+        let model = load(name, Device::Twin);
+        check(&model, &crate::rows::prompt_of(folder, &checkpoint(name), case), name, 16);
+    }
+}
+
 /// A reference elsewhere than its policy: its log-probabilities are the policy's, from the policy's features or its own, and
 /// the policy's gradients do not change.
 #[test]

@@ -57,7 +57,7 @@ impl Place {
     pub fn new() -> Self {
         let place = Self(tempfile::tempdir().unwrap());
         place.write("rows.jsonl", ROWS);
-        for name in ["shapes.png", "noise.png", "alpha.png", "clip.gif"] {
+        for name in ["shapes.png", "noise.png", "alpha.png", "clip.gif", "rise.wav"] {
             fs::copy(golden("media").join(name), place.path(name)).unwrap();
         }
         place

@@ -13,7 +13,7 @@ use crate::decoder::{DecoderConfig, TextDefaults};
 use crate::encoders::PictureConfig;
 use crate::encoders::bert::BertConfig;
 use crate::encoders::siglip::SiglipConfig;
-use crate::encoders::whisper::WhisperConfig;
+use crate::encoders::whisper::{WhisperClass, WhisperConfig};
 use crate::error::Result;
 use crate::families::FamilyOption;
 
@@ -134,7 +134,9 @@ impl HumanOmniConfig {
             None => None,
             Some(_) => {
                 json.only("mm_audio_projector_type", "mlp2x_gelu")?;
-                Some(component(dir, json, "mm_audio_tower", None, &|json| WhisperConfig::parse(json))?)
+                Some(component(dir, json, "mm_audio_tower", None, &|json| {
+                    WhisperConfig::parse(json, &WhisperClass::WHISPER)
+                })?)
             }
         };
         let select = json.get("mm_vision_select_layer").map_or(Some(-2), serde_json::Value::as_i64);

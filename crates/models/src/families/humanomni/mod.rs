@@ -234,7 +234,7 @@ impl HumanOmniEncoder {
 impl Encoder for HumanOmniEncoder {
     fn tower(&self, medium: &MediumInput, pass: &Pass, tape: &mut Tape) -> Result<Var> {
         match medium.shape {
-            MediumShape::Mel { .. } => self.audio()?.0.forward(&medium.data, pass, tape),
+            MediumShape::Mel { heard, .. } => self.audio()?.0.forward(&medium.data, heard, pass, tape),
             _ => {
                 let [count, ..] = medium.shape.pictures()?;
                 self.vision.hidden(&medium.data, count, self.vision_blocks, pass, tape)

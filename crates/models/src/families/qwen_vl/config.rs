@@ -106,7 +106,11 @@ impl QwenVlConfig {
 }
 
 impl VisionConfig {
-    fn parse(json: &ConfigJson, rules: &Rules) -> Result<Self> {
+    /// Reads the section of the tower.
+    ///
+    /// # Errors
+    /// Returns an error that names the field if a field is invalid.
+    pub fn parse(json: &ConfigJson, rules: &Rules) -> Result<Self> {
         let (key, default) = rules.width;
         let hidden = json.size(key, Some(default))?;
         let merge = json.size("spatial_merge_size", Some(2))?;

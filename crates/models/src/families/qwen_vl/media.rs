@@ -106,8 +106,8 @@ impl Reader for MediaReader {
         Ok((MediumShape::Patches(patches.grid), patches.rows))
     }
 
-    fn seconds_per_grid(&self, video: &VideoFrames) -> f64 {
-        video.second_per_grid_t(self.processors.video.temporal_patch_size)
+    fn seconds_per_grid(&self, sampled_fps: f64) -> f64 {
+        f64::from(self.processors.video.temporal_patch_size) / sampled_fps
     }
 }
 

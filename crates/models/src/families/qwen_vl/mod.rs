@@ -4,8 +4,8 @@
 //! published checkpoints for defaults.
 
 mod config;
-mod media;
-mod positions;
+pub(super) mod media;
+pub(super) mod positions;
 mod processor;
 pub mod rules;
 mod vision;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use omnigrpo_ops::{Pass, Tape, Var};
 
-pub use config::QwenVlConfig;
+pub use config::{QwenVlConfig, VisionConfig};
 pub use vision::VisionTower;
 
 use rules::{MODULES, Rules};
@@ -50,8 +50,8 @@ impl Format for QwenVlConfig {
     }
 }
 
-/// Returns a name with another prefix of the tower or the language model; names without such a prefix do not change.
-fn renamed(name: &str, from: [&str; 2], to: [&str; 2]) -> String {
+/// Returns a name with another prefix of a tower or the language model; names without such a prefix do not change.
+pub(super) fn renamed<const N: usize>(name: &str, from: [&str; N], to: [&str; N]) -> String {
     let mut renamed =
         from.iter().zip(to).filter_map(|(from, to)| name.strip_prefix(from).map(|end| to.to_owned() + end));
     renamed.next().unwrap_or_else(|| name.to_owned())

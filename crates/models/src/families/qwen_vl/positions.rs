@@ -21,6 +21,31 @@ pub struct MediumAxes {
     pub temporal_step: f32,
 }
 
+impl MediumAxes {
+    /// Returns the positions of the features of a medium that begins at `start`, in the order of the prompt.
+    pub fn from(self, start: u32) -> impl Iterator<Item = Position> {
+        let Self { grid, merge, temporal_step } = self;
+        let time = move |t: usize| (t as f32 * temporal_step).floor() as u32;
+        grid_positions(start, [grid.t, grid.h / merge, grid.w / merge], time)
+    }
+}
+
+/// Returns the positions of a grid `[t, h, w]` of features that begins at `start`. `time` returns the temporal position of a slice.
+pub fn grid_positions(
+    start: u32,
+    [t, h, w]: [usize; 3],
+    time: impl Fn(usize) -> u32,
+) -> impl Iterator<Item = Position> {
+    (0..t).map(move |t| start + time(t)).flat_map(move |t| {
+        (0..h * w).map(move |cell| [t, start + (cell / w) as u32, start + (cell % w) as u32])
+    })
+}
+
+/// Returns the position after these, one above the largest on all axes; 0 if there are none.
+pub fn after(positions: &[Position]) -> u32 {
+    positions.iter().flatten().max().map_or(0, |largest| largest + 1)
+}
+
 /// Returns the positions of `len` tokens with media at `spans`, and the position of the token after the last.
 pub fn positions(len: usize, spans: &[Span], axes: impl Fn(usize) -> MediumAxes) -> (Vec<Position>, u32) {
     let mut out: Vec<Position> = Vec::with_capacity(len);
@@ -33,20 +58,9 @@ pub fn positions(len: usize, spans: &[Span], axes: impl Fn(usize) -> MediumAxes)
     };
     for span in spans {
         text(&mut out, &mut next, span.start);
-        let MediumAxes { grid, merge, temporal_step } = axes(span.medium);
-        let (height, width) = (grid.h / merge, grid.w / merge);
-        let mut largest = next;
-        for t in 0..grid.t {
-            let time = (t as f32 * temporal_step).floor() as u32;
-            for y in 0..height {
-                for x in 0..width {
-                    let at = [next + time, next + y as u32, next + x as u32];
-                    largest = largest.max(at[0]).max(at[1]).max(at[2]);
-                    out.push(at);
-                }
-            }
-        }
-        next = largest + 1;
+        let first = out.len();
+        out.extend(axes(span.medium).from(next));
+        next = after(&out[first..]);
     }
     text(&mut out, &mut next, len);
     (out, next)

@@ -33,6 +33,8 @@ pub struct Rules {
     pub activations: &'static [(&'static str, Activation)],
     /// Whether norms are RMS norms and the feed-forward layer is gated. Otherwise they are layer norms and a plain layer.
     pub gated: bool,
+    /// Names of the layers of queries, keys and values; one name if they are one layer.
+    pub qkv: &'static [&'static str],
     /// Names of a plain feed-forward layer.
     pub plain: [&'static str; 2],
     /// Names of the norm and the layers of a merger.
@@ -65,6 +67,7 @@ pub const QWEN2: Rules = Rules {
     patch_bias: false,
     activations: &[("quick_gelu", Activation::QuickGelu), ("gelu", Activation::GeluErf)],
     gated: false,
+    qkv: &["attn.qkv"],
     plain: ["mlp.fc1", "mlp.fc2"],
     merger: ["ln_q", "mlp.0", "mlp.2"],
     windows: false,

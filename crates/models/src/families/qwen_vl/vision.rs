@@ -1,4 +1,4 @@
-//! The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
+//! The vision towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen2.5-Omni.
 //!
 //! Source: `transformers` 5.23 `models/qwen2_vl/modeling_qwen2_vl.py`, `models/qwen2_5_vl/modeling_qwen2_5_vl.py`,
 //! `models/qwen3_vl/modeling_qwen3_vl.py`, and windows and interpolated positions in its `vision_utils.py`.
@@ -80,6 +80,8 @@ impl VisionTower {
         for (b, norms) in norms.into_iter().enumerate() {
             let mut weights = weights.sub(&format!("blocks.{b}."));
             let mut linear = |name: &str, n: usize, k: usize| weights.linear(name, n, k, true);
+            let qkv = rules.qkv.iter().map(|name| linear(name, 3 * c / rules.qkv.len(), c));
+            let qkv = qkv.collect::<Result<_>>()?;
             blocks.push(Arc::new(Block {
                 order: NormOrder::Pre,
                 experts: None,
@@ -87,7 +89,7 @@ impl VisionTower {
                 qk_norm: None,
                 scales: None,
                 heads: config.heads,
-                qkv: vec![linear("attn.qkv", 3 * c, c)?],
+                qkv,
                 proj: linear("attn.proj", c, c)?,
                 mlp: Some(match rules.gated {
                     false => Mlp::Plain {

@@ -5,8 +5,9 @@ use std::path::Path;
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, Sample};
-use omnigrpo_models::PromptBuilder;
+use omnigrpo_models::{FAMILIES, FamilyRow, PromptBuilder};
 use omnigrpo_rewards::{AccuracyMode, suitable_rule};
+use omnigrpo_text::MediumKind;
 use omnigrpo_train::{Objective, Prepared, room};
 
 use super::{Context, family, plan, print, setup, train};
@@ -52,6 +53,7 @@ pub fn init(resolved: &Resolved, context: &Context) -> Result<()> {
     let prompts = context.prompts(&base.settings, checkpoint, false)?;
     let positions = checkpoint.family().architecture().decoder_config().max_positions;
     let rows = Rows::look(&dataset, &prompts, positions)?;
+    rows.check_sound(checkpoint.family().row())?;
     rows.choose(&mut draft, &base.settings)?;
 
     // The chosen settings must not contradict those of the user.
@@ -173,6 +175,8 @@ struct Rows {
     with_tags: usize,
     /// Number of questions that ask for a boxed answer.
     with_box: usize,
+    /// Number of rows with sound.
+    with_sound: usize,
     /// Number of tokens of the longest ground truth.
     longest_answer: usize,
     columns: Vec<String>,
@@ -193,6 +197,7 @@ impl Rows {
             rules: Vec::new(),
             with_tags: 0,
             with_box: 0,
+            with_sound: 0,
             longest_answer: 0,
             columns: dataset.columns_seen(),
             positions,
@@ -202,6 +207,7 @@ impl Rows {
             rows.with_tags +=
                 usize::from(sample.turns.iter().flat_map(|turn| &turn.parts).any(asks_for_tags));
             rows.with_box += usize::from(question.contains("\\boxed"));
+            rows.with_sound += usize::from(sample.media.iter().any(|m| m.kind == MediumKind::Audio));
             let Some(solution) = &sample.solution else { continue };
             let Some(rule) = suitable_rule(&question, solution) else { continue };
             match rows.rules.iter_mut().find(|(known, _)| *known == rule) {
@@ -219,13 +225,35 @@ impl Rows {
         self.num_read > 0 && 2 * count >= self.num_read
     }
 
-    /// Describes the ground truths.
+    /// Describes the ground truths, and says how many rows have sound.
     fn described(&self) -> String {
         let one = |(rule, count): &(AccuracyMode, usize)| format!("{count} {}", kind(*rule));
-        match self.rules.is_empty() {
+        let rules = match self.rules.is_empty() {
             true => "no ground truths".to_owned(),
             false => self.rules.iter().map(one).collect::<Vec<_>>().join(", "),
+        };
+        match self.with_sound {
+            0 => rules,
+            count => format!("{rules}; {count} with sound"),
         }
+    }
+
+    /// Checks that the model hears if there are rows with sound.
+    fn check_sound(&self, family: &FamilyRow) -> Result<()> {
+        if self.with_sound == 0 || family.hears() {
+            return Ok(());
+        }
+        let hearing = FAMILIES.iter().filter(|row| row.hears());
+        let hearing: Vec<_> =
+            hearing.map(|row| format!("{} (such as {})", row.name, row.published)).collect();
+        let (count, read) = (self.with_sound, self.num_read);
+        Err(Problem::failure(format!("rows have sound, which {} does not hear", family.name))
+            .got(format!("{count} of {read} rows with sound"))
+            .expected(format!("a model of a family that hears: {}", hearing.join(", ")))
+            .help(
+                "name such a model with `--model_name_or_path`, or leave sound and `<audio>` out of the rows",
+            )
+            .into())
     }
 
     /// Adds the settings that follow from the rows.
