@@ -275,7 +275,7 @@ fn row_cases(all: &mut Vec<Case>) {
         let (mut x, cos, sin) = (noise(rows * 640, 1), noise(rows * 32, 2), noise(rows * 32, 3));
         move || {
             let [cos, sin] = [&cos, &sin].map(|x| Mat::new(x, rows, 32));
-            rope::apply(cos, sin, false, MatMut::new(&mut x, rows, 640));
+            rope::apply(cos, sin, false, MatMut::new(&mut x, rows, 640), 64);
         }
     }));
     all.push(case("swiglu forward 852x1408", bytes(3, inner), move || {
