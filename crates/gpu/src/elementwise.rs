@@ -152,19 +152,27 @@ impl Gpu {
         self.each_quad(elementwise::swiglu_back(gate_up, dy, t, i), t, i);
     }
 
-    /// Rotates, in place, the first `heads` heads of `2 · half` columns in each row. `cos` and `sin` are f32 `[rows, half]`.
+    /// Returns `x + by` in f32.
+    pub fn shifted(&self, x: &Array, by: f32) -> Array {
+        let y = self.alloc(x.len(), Dtype::F32);
+        self.each(elementwise::shifted(&y, x, x.len(), by), x.len());
+        y
+    }
+
+    /// Rotates, in place, the first `2 · half` columns of the first heads of each row. `heads` states their number and width.
+    /// `cos` and `sin` are f32 `[rows, half]`.
     pub fn rotate(
         &self,
         x: &mut Array,
         [rows, cols]: [usize; 2],
         cos: &Array,
         sin: &Array,
-        heads: usize,
+        [heads, dim]: [usize; 2],
         inverse: bool,
     ) {
         let half = cos.len() / rows.max(1);
         let sign = if inverse { -1.0 } else { 1.0 };
-        let kernel = elementwise::rotate(x, cos, sin, rows, cols, heads, half, sign);
+        let kernel = elementwise::rotate(x, cos, sin, rows, cols, heads, dim, half, sign);
         self.each(kernel, rows * heads * half);
     }
 

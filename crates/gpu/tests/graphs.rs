@@ -231,7 +231,7 @@ fn a_decoder_layer_takes_ten_kernels() {
         let normed = gpu.rms(&x, &norms[0], 1e-6, Dtype::Bf16).0;
         let of_qkv = [layer(0), layer(1), layer(2)];
         gpu.linear_rows(&mut qkv, [0, packed], &normed, &of_qkv, h, Onto::Nothing);
-        gpu.rotate(&mut qkv, [rows, packed], &cos, &sin, heads.q + heads.kv, false);
+        gpu.rotate(&mut qkv, [rows, packed], &cos, &sin, [heads.q + heads.kv, heads.d], false);
         let attended = gpu.attend_cached(&qkv, &tables, 0, heads);
         let mut y = gpu.alloc(rows * h, Dtype::F32);
         gpu.linear_rows(&mut y, [0, h], &attended, &[layer(3)], q, Onto::Residual(&x));

@@ -58,6 +58,7 @@ pub mod paths;
 pub mod probe;
 pub mod profile;
 pub mod quant;
+pub mod recurrent;
 pub mod rope;
 pub mod sample;
 pub mod scale;

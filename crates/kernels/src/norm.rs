@@ -6,7 +6,7 @@ use crate::buffer;
 use crate::mat::{Mat, MatMut, check};
 use crate::parallel::{Shared, ranges};
 use crate::profile::{Op, span};
-use crate::simd::{Simd, load, store};
+use crate::simd::{Simd, load, sigmoid, store};
 
 /// Elementary operations per element, used to decide how many threads share the work.
 const COST: usize = 2;
@@ -263,4 +263,90 @@ pub fn layer_backward(
         (None, Some(db)) => crate::linear::backward_bias(dy, db),
         (None, None) => {}
     }
+}
+
+simd_fn! {
+    /// Computes `y = x · rstd · weight · silu(gate)` for one head, and returns `rstd`.
+    fn gated_head<'a>(simd: S, y: &'a mut [f32], x: &'a [f32], gate: &'a [f32], weight: &'a [f32], eps: f32) -> f32 {
+        let rstd = 1.0 / (dot(simd, x, x) / x.len() as f32 + eps).sqrt();
+        let scale = simd.splat_f32s(rstd);
+        for i in (0..x.len()).step_by(S::F32_LANES) {
+            let normed = simd.mul_f32s(simd.mul_f32s(load(simd, x, i), scale), load(simd, weight, i));
+            let gate = load(simd, gate, i);
+            store(simd, y, i, simd.mul_f32s(normed, simd.mul_f32s(gate, sigmoid(simd, gate).0)));
+        }
+        rstd
+    }
+}
+
+simd_fn! {
+    /// Writes the gradients of the normalised head, before its weight, to `dnormed`, and that of its gate to `dgate`.
+    fn gated_head_gradients<'a>(simd: S, dnormed: &'a mut [f32], dgate: &'a mut [f32], dy: &'a [f32], x: &'a [f32],
+                                gate: &'a [f32], weight: &'a [f32], rstd: f32) -> () {
+        let scale = simd.splat_f32s(rstd);
+        for i in (0..x.len()).step_by(S::F32_LANES) {
+            let (dy, gate) = (load(simd, dy, i), load(simd, gate, i));
+            let normed = simd.mul_f32s(simd.mul_f32s(load(simd, x, i), scale), load(simd, weight, i));
+            // silu(z) = z s, and its derivative is s + z s (1 − s).
+            let (open, closed) = sigmoid(simd, gate);
+            let silu = simd.mul_f32s(gate, open);
+            let slope = simd.mul_add_e_f32s(silu, closed, open);
+            store(simd, dnormed, i, simd.mul_f32s(dy, silu));
+            store(simd, dgate, i, simd.mul_f32s(simd.mul_f32s(dy, normed), slope));
+        }
+    }
+}
+
+/// Views rows of heads of `d` columns as one row per head.
+fn heads_of<'a>(op: &'static str, x: Mat<'a>, d: usize) -> Mat<'a> {
+    check!("gated norm", x.stride == x.cols && d > 0 && x.cols.is_multiple_of(d), op, x.dims(), d);
+    Mat::new(&x.data[..x.rows * x.cols], x.rows * x.cols / d, d)
+}
+
+/// Returns `x · rstd · weight · silu(gate)` with `rstd = 1 / sqrt(mean(x²) + eps)` for each head of `weight.len()` columns, and
+/// `rstd` as statistics `[rows, heads]`. `x`, `gate` and the result are `[rows, heads · d]`.
+#[must_use]
+pub fn gated_forward(x: Mat, gate: Mat, weight: &[f32], eps: f32) -> (Vec<f32>, Vec<f32>) {
+    let d = weight.len();
+    let _span = span(Op::Norm, || (8 * x.rows * x.cols, 12 * x.rows * x.cols));
+    check!("gated norm", gate.dims() == x.dims(), x.dims(), gate.dims());
+    let (x, gate) = (heads_of("forward", x, d), heads_of("forward", gate, d));
+    let mut stats = vec![0.0; x.rows];
+    let rstd = Shared::new(&mut stats);
+    let y = buffer::of_rows(x.rows, d, x.rows * d * GATED_COST, |r, y| {
+        // SAFETY: each head is visited exactly once.
+        let rstd = unsafe { rstd.part(r, 1) };
+        rstd[0] = gated_head(y, x.row(r), gate.row(r), weight, eps);
+    });
+    (y, stats)
+}
+
+/// Elementary operations per element of a gated norm.
+const GATED_COST: usize = 8;
+
+/// Returns the gradients of [`gated_forward`] with respect to `x` and `gate`, and adds that of the weight to `dw`.
+#[must_use]
+pub fn gated_backward(
+    dy: Mat,
+    x: Mat,
+    gate: Mat,
+    weight: &[f32],
+    stats: &[f32],
+    dw: Option<&mut [f32]>,
+) -> (Vec<f32>, Vec<f32>) {
+    let d = weight.len();
+    let _span = span(Op::Norm, || (16 * x.rows * x.cols, 20 * x.rows * x.cols));
+    let fits = gate.dims() == x.dims() && dy.dims() == x.dims() && stats.len() * d == x.rows * x.cols;
+    check!("gated norm, backward", fits, dy.dims(), x.dims(), gate.dims(), d, stats.len());
+    let [dy, x, gate] = [dy, x, gate].map(|rows| heads_of("backward", rows, d));
+    let mut dgate = buffer::zeros(x.rows * d);
+    let of_gate = MatMut::new(&mut dgate, x.rows, d);
+    let dnormed = buffer::of_rows(x.rows, d, x.rows * d * GATED_COST, |r, dnormed| {
+        // SAFETY: each head is visited exactly once.
+        let dgate = unsafe { of_gate.row(r) };
+        gated_head_gradients(dnormed, dgate, dy.row(r), x.row(r), gate.row(r), weight, stats[r]);
+    });
+    let mut dx = buffer::zeros(x.rows * d);
+    rms_backward(Mat::new(&dnormed, x.rows, d), x, weight, stats, MatMut::new(&mut dx, x.rows, d), dw);
+    (dx, dgate)
 }

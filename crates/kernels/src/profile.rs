@@ -32,6 +32,14 @@ pub enum Op {
     AttentionDecode,
     /// Gradients of attention.
     AttentionBackward,
+    /// Forward pass of the gated delta rule.
+    Delta,
+    /// The gated delta rule, row by row (decoding).
+    DeltaDecode,
+    /// Gradients of the gated delta rule.
+    DeltaBackward,
+    /// Causal convolution, forward and backward.
+    CausalConv,
     /// Normalisation, forward and backward.
     Norm,
     /// Rotary position embedding, forward and backward.
@@ -62,6 +70,10 @@ impl Op {
             Self::Attention => "attention",
             Self::AttentionDecode => "attention, decode",
             Self::AttentionBackward => "attention, backward",
+            Self::Delta => "delta rule",
+            Self::DeltaDecode => "delta rule, decode",
+            Self::DeltaBackward => "delta rule, backward",
+            Self::CausalConv => "causal convolution",
             Self::Norm => "norm",
             Self::Rope => "rope",
             Self::Activation => "activation",

@@ -27,14 +27,19 @@ simd_fn! {
 
 /// Rotates, in place, the heads that are side by side in the rows of `x [rows, heads · head_dim]`.
 ///
-/// With `a = x[i]` and `b = x[i + D/2]` of a head: `(a, b) → (a cos − b sin, b cos + a sin)`. If `inverse`, the function applies
-/// the transpose, which gives the gradient. `cos` and `sin` are `[rows, head_dim / 2]`.
-pub fn apply(cos: Mat, sin: Mat, inverse: bool, x: MatMut) {
+/// `cos` and `sin` are `[rows, half]`. With `a = x[i]` and `b = x[i + half]` of a head, for `i` below `half`: `(a, b) → (a cos − b
+/// sin, b cos + a sin)`. The columns of a head from `2 · half` on stay as they are. If `inverse`, the function applies the
+/// transpose, which gives the gradient.
+pub fn apply(cos: Mat, sin: Mat, inverse: bool, x: MatMut, head_dim: usize) {
     let (rows, half) = cos.dims();
     let _span = span(Op::Rope, || (3 * rows * x.cols, 8 * rows * x.cols));
     check!(
         "rope",
-        sin.dims() == (rows, half) && x.rows == rows && x.cols.is_multiple_of(2 * half),
+        sin.dims() == (rows, half)
+            && x.rows == rows
+            && 2 * half <= head_dim
+            && x.cols.is_multiple_of(head_dim),
+        head_dim,
         x.dims(),
         cos.dims(),
         sin.dims()
@@ -43,7 +48,7 @@ pub fn apply(cos: Mat, sin: Mat, inverse: bool, x: MatMut) {
     ranges(rows, 1, rows * x.cols, |range| {
         for r in range {
             let (cos, sin) = (cos.row(r), sin.row(r));
-            for head in (0..x.cols).step_by((2 * half).max(1)) {
+            for head in (0..x.cols).step_by(head_dim.max(1)) {
                 // SAFETY: the heads of different rows are disjoint, and each head is visited once.
                 rotate(unsafe { x.part(r, head..head + 2 * half) }, cos, sin, sign);
             }

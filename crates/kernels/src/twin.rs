@@ -4,6 +4,8 @@
 //! with it. The arguments are those of the kernels. Functions return all their results; a gradient is that of a single call,
 //! without a previous sum.
 
+mod recurrent;
+
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
 use crate::Mat;
@@ -14,6 +16,8 @@ use crate::experts::{Choices, Groups};
 use crate::logprob::{Gradient, Scores, Targets};
 use crate::optim::AdamW;
 use crate::sample::{Draw, DrawFrom, Sampler};
+
+pub use recurrent::*;
 
 type Mat64<'a> = Mat<'a, f64>;
 type Qkv64<'a> = Qkv<'a, f64>;
@@ -123,12 +127,13 @@ pub fn layer_backward(dy: Mat64, x: Mat64, weight: &[f64], stats: &[f64]) -> (Ve
 
 /// Applies rotary position embedding to `x [rows, heads · head_dim]`; see [`crate::rope::apply`].
 #[must_use]
-pub fn rope(cos: Mat64, sin: Mat64, inverse: bool, x: Mat64) -> Vec<f64> {
+pub fn rope(cos: Mat64, sin: Mat64, inverse: bool, x: Mat64, head_dim: usize) -> Vec<f64> {
     let half = cos.cols;
     let mut y = vec![0.0; x.rows * x.cols];
     for r in 0..x.rows {
         let (cos, sin, x, y) = (cos.row(r), sin.row(r), x.row(r), &mut y[r * x.cols..(r + 1) * x.cols]);
-        for head in (0..x.len()).step_by(2 * half) {
+        y.copy_from_slice(x);
+        for head in (0..x.len()).step_by(head_dim) {
             for i in 0..half {
                 let (a, b) = (head + i, head + half + i);
                 let s = if inverse { -sin[i] } else { sin[i] };

@@ -4,7 +4,7 @@
 
 use std::cell::Cell;
 
-use crate::attention;
+use crate::{attention, recurrent};
 
 /// Number of floats in a cache line.
 pub(crate) const LINE: usize = 16;
@@ -42,6 +42,8 @@ thread_local! {
     pub(crate) static PACKED: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
     /// Scratch memory of one task of attention in vectors.
     pub(crate) static VECTOR: Cell<attention::vector::Scratch> = Cell::default();
+    /// Scratch memory of one task of the gated delta rule.
+    pub(crate) static DELTA: Cell<recurrent::DeltaScratch> = Cell::default();
     /// Scratch memory of one task of attention on tiles.
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     pub(crate) static TILED: Cell<attention::tiled::Scratch> = Cell::default();

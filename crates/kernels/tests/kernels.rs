@@ -526,36 +526,43 @@ fn norm_twins_match_central_differences() {
     check_gradient(&b, &db, |b| layer(&x, &w, b));
 }
 
+/// Rotation of whole heads, and of the first six of ten columns of each head.
 #[test]
 fn rope_rotates_and_its_inverse_is_the_transpose() {
     let (rows, heads, d, stride, col) = (3, 2, 10, 27, 4);
-    let angles = noise(rows * d / 2, 1);
-    let cos: Vec<f32> = angles.iter().map(|a| a.cos()).collect();
-    let sin: Vec<f32> = angles.iter().map(|a| a.sin()).collect();
-    let x = noise(rows * stride, 2);
-    let columns = col..col + heads * d;
-    let (cos64, sin64, x64) = (wide(&cos), wide(&sin), wide(&x));
-    let [c64, s64] = [&cos64, &sin64].map(|x| Mat::new(x, rows, d / 2));
-    let [cos, sin] = [&cos, &sin].map(|x| Mat::new(x, rows, d / 2));
-    for inverse in [false, true] {
-        let mut y = x.clone();
-        rope::apply(cos, sin, inverse, MatMut::new(&mut y, rows, stride).columns(columns.clone()));
-        let got = Mat::new(&y, rows, stride).columns(columns.clone());
-        let window: Vec<f32> = (0..rows).flat_map(|r| got.row(r)).copied().collect();
-        let x64 = Mat::new(&x64, rows, stride).columns(columns.clone());
-        close(&window, &twin::rope(c64, s64, inverse, x64), 1e-6);
-        assert_eq!(y[..col], x[..col], "columns outside of the heads stay");
-        assert_eq!(y[columns.end..stride], x[columns.end..stride]);
+    for half in [5, 3] {
+        let angles = noise(rows * half, 1);
+        let cos: Vec<f32> = angles.iter().map(|a| a.cos()).collect();
+        let sin: Vec<f32> = angles.iter().map(|a| a.sin()).collect();
+        let x = noise(rows * stride, 2);
+        let columns = col..col + heads * d;
+        let (cos64, sin64, x64) = (wide(&cos), wide(&sin), wide(&x));
+        let [c64, s64] = [&cos64, &sin64].map(|x| Mat::new(x, rows, half));
+        let [cos, sin] = [&cos, &sin].map(|x| Mat::new(x, rows, half));
+        for inverse in [false, true] {
+            let mut y = x.clone();
+            rope::apply(cos, sin, inverse, MatMut::new(&mut y, rows, stride).columns(columns.clone()), d);
+            let got = Mat::new(&y, rows, stride).columns(columns.clone());
+            let window: Vec<f32> = (0..rows).flat_map(|r| got.row(r)).copied().collect();
+            let x64 = Mat::new(&x64, rows, stride).columns(columns.clone());
+            close(&window, &twin::rope(c64, s64, inverse, x64, d), 1e-6);
+            for r in 0..rows {
+                for i in 0..stride {
+                    let in_head = columns.contains(&i) && (i - col) % d < 2 * half;
+                    assert!(in_head || y[r * stride + i] == x[r * stride + i], "column {i} is outside");
+                }
+            }
+        }
+        // The inverse is the transpose: ⟨g, R x⟩ = ⟨Rᵀ g, x⟩.
+        let [x, g] = [3, 4].map(|seed| wide(&noise(rows * heads * d, seed)));
+        let turned = |x: &[f64], inverse| twin::rope(c64, s64, inverse, Mat::new(x, rows, heads * d), d);
+        assert!((dot(&g, &turned(&x, false)) - dot(&x, &turned(&g, true))).abs() < 1e-12);
     }
-    // One rotation by a right angle, computed by hand: (a, b) → (−b, a).
-    let mut y = [1.0, 2.0, 3.0, 4.0];
+    // One rotation by a right angle, computed by hand: (a, b) → (−b, a). The last column is not rotated.
+    let mut y = [1.0, 2.0, 3.0, 4.0, 5.0];
     let (cos, sin) = (Mat::new(&[0.0, 1.0], 1, 2), Mat::new(&[1.0, 0.0], 1, 2));
-    rope::apply(cos, sin, false, MatMut::new(&mut y, 1, 4));
-    assert_eq!(y, [-3.0, 2.0, 1.0, 4.0]);
-    // The inverse is the transpose: ⟨g, R x⟩ = ⟨Rᵀ g, x⟩.
-    let [x, g] = [3, 4].map(|seed| wide(&noise(rows * heads * d, seed)));
-    let turned = |x: &[f64], inverse| twin::rope(c64, s64, inverse, Mat::new(x, rows, heads * d));
-    assert!((dot(&g, &turned(&x, false)) - dot(&x, &turned(&g, true))).abs() < 1e-12);
+    rope::apply(cos, sin, false, MatMut::new(&mut y, 1, 5), 5);
+    assert_eq!(y, [-3.0, 2.0, 1.0, 4.0, 5.0]);
 }
 
 #[test]

@@ -17,6 +17,7 @@ use crate::linear::LinearOps;
 use crate::mix::MixOps;
 use crate::norm::NormOps;
 use crate::optim::OptimOps;
+use crate::recurrent::RecurrentOps;
 use crate::rope::RopeOps;
 use crate::rows::RowOps;
 use crate::rows::Rows;
@@ -129,6 +130,7 @@ pub(crate) trait Backend:
     + LayerScaleOps
     + MixOps
     + ConvOps
+    + RecurrentOps
     + HeadOps
     + OptimOps
 {

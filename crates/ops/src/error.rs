@@ -20,6 +20,9 @@ pub enum Error {
         /// Device on which the operation runs.
         expected: crate::Device,
     },
+    /// An operation that a device does not support.
+    #[error("{op} is unsupported on {device}; run the model on the CPU")]
+    Unsupported { op: &'static str, device: crate::Device },
     /// A weight that does not support the requested operation.
     #[error("weight {name}: {what}")]
     Weight {

@@ -18,6 +18,7 @@ use omnigrpo_kernels::Arithmetic;
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::attention::{AttentionLayout, QueryRange};
 use omnigrpo_kernels::quant::QuantMatrix;
+use omnigrpo_kernels::recurrent::{Continued, Segments, delta_steps as steps};
 use omnigrpo_kernels::sample::{DrawFrom, Sampler};
 
 use crate::activation::Nonlinearity;
@@ -31,6 +32,7 @@ use crate::linear::{Linear, Onto, Order};
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
 use crate::param::{Param, ParamDtype, Part, Values};
+use crate::recurrent::DeltaHeads;
 use crate::rope::RopeTable;
 use crate::rows::Rows;
 
@@ -93,7 +95,11 @@ pub(crate) enum Call {
     /// Normalisation.
     Norm { rows: usize, dim: usize, back: bool },
     /// Rotary position encoding.
-    Rotate { rows: usize, heads: usize, half: usize },
+    Rotate { rows: usize, heads: usize, dim: usize, half: usize },
+    /// The gated delta rule over a stream.
+    Delta { rows: usize, heads: DeltaHeads, back: bool },
+    /// The gated delta rule of rows that continue sequences, `each` rows for each of them.
+    DeltaSteps { slots: usize, each: usize, heads: DeltaHeads },
     /// Gated product of the two halves of each row.
     Swiglu { rows: usize, width: usize, back: bool },
     /// Activation function.
@@ -327,6 +333,7 @@ impl Call {
             | Self::Score { rows, .. }
             | Self::Norm { rows, .. }
             | Self::Rotate { rows, .. }
+            | Self::Delta { rows, .. }
             | Self::Swiglu { rows, .. } => round(rows),
             Self::Attention { queries, keys, .. } => {
                 round(queries);
@@ -334,7 +341,7 @@ impl Call {
             }
             Self::Cached { own, .. } => *own = few(*own),
             Self::Elementwise { len } | Self::Activation { len, .. } | Self::AdamW { len, .. } => round(len),
-            Self::Logits { .. } | Self::Draw { .. } => {}
+            Self::Logits { .. } | Self::Draw { .. } | Self::DeltaSteps { .. } => {}
         }
         (self, share)
     }
@@ -374,15 +381,18 @@ impl Call {
                 }))
             }
             Self::Norm { rows, dim, back } => norm(rows, dim, back),
-            Self::Rotate { rows, heads, half } => {
-                let width = heads * 2 * half;
+            Self::Rotate { rows, heads, dim, half } => {
+                let width = heads * dim;
                 let measured = rows.min((MEASURED_VALUES / width.max(1)).max(1));
                 let table = RopeTable::from_angles(measured, half, |row, out| out.fill(row as f32));
                 // A real pass computes this table once per stream, so it is not measured.
                 let _ = table.waves();
                 let mut x = noise(measured, width);
-                Ok(rows as f64 / measured.max(1) as f64 * timed(|| cpu.rotate(&mut x, &table, heads, false)))
+                Ok(rows as f64 / measured.max(1) as f64
+                    * timed(|| cpu.rotate(&mut x, &table, [heads, dim], false)))
             }
+            Self::Delta { rows, heads, back } => delta(rows, heads, back),
+            Self::DeltaSteps { slots, each, heads } => delta_steps(slots, each, heads),
             Self::Swiglu { rows, width, back } => {
                 let measured = rows.min((MEASURED_VALUES / width.max(1)).max(1));
                 let (x, dy) = (noise(measured, 2 * width), noise(measured, width));
@@ -519,6 +529,45 @@ fn norm(rows: usize, dim: usize, back: bool) -> Result<f64> {
     }
     let ((_, stats), mut dx) = (cpu.norm(&x, &norm), noise(measured, dim));
     Ok(scale * timed(|| cpu.norm_back(&mut dx, &x, &stats, &dy, &norm)))
+}
+
+fn delta(rows: usize, heads: DeltaHeads, back: bool) -> Result<f64> {
+    let (cpu, measured) = (Device::Cpu.backend(), rows.min(MEASURED_ROWS));
+    let (qkv, gates) = (noise(measured, heads.packed_width()), decays(measured, heads));
+    let (segments, scale) = (Segments::one(measured), rows as f64 / measured.max(1) as f64);
+    let (out, states) = cpu.delta(&qkv, &gates, &segments, heads)?;
+    Ok(scale
+        * timed(|| match back {
+            false => drop(black_box(cpu.delta(&qkv, &gates, &segments, heads))),
+            true => drop(black_box(cpu.delta_back(&qkv, &gates, &states, &out, &segments, heads))),
+        }))
+}
+
+/// Measures states that together exceed the caches, as those of a model's layers do.
+fn delta_steps(slots: usize, each: usize, heads: DeltaHeads) -> Result<f64> {
+    let one = (slots * heads.state_len()).max(1);
+    let mut states = vec![0.0; one * (MEASURED_BYTES / (4 * one)).clamp(1, 64)];
+    let rows = slots * each;
+    let (qkv, gates) = (noise(rows, heads.packed_width()), decays(rows, heads));
+    let layers = states.len() / one;
+    let secs = timed(|| {
+        for layer in states.chunks_exact_mut(one) {
+            let mut parts: Vec<Continued> = layer
+                .chunks_exact_mut(heads.state_len().max(1))
+                .enumerate()
+                .map(|(i, state)| Continued { rows: i * each..(i + 1) * each, state })
+                .collect();
+            drop(black_box(steps(qkv.mat(), gates.mat(), &mut parts, heads.shape())));
+        }
+    });
+    Ok(secs / layers as f64)
+}
+
+/// Returns gates with a weak decay.
+fn decays(rows: usize, heads: DeltaHeads) -> Rows {
+    let width = 2 * heads.value;
+    let gate = |i: usize| if i % width < heads.value { -0.1 } else { 0.5 };
+    Rows::on_cpu((0..rows * width).map(gate).collect(), rows, width)
 }
 
 fn adamw(len: usize, dtype: ParamDtype, master: bool) -> Result<f64> {
@@ -698,6 +747,7 @@ mod tests {
     /// Returns one operation of each kind. A kind that cannot be measured panics or fails here.
     fn every_kind() -> Vec<Call> {
         let heads = AttentionHeads { q: 4, kv: 2, dim: 16 };
+        let of_delta = DeltaHeads { key: 1, value: 2, key_dim: 8, value_dim: 8 };
         let dtypes = [ParamDtype::F32, ParamDtype::Bf16, ParamDtype::Quantised(crate::QuantBits::Four)];
         let mut all = vec![
             Call::Attention { queries: 20, keys: 7, heads, back: false },
@@ -706,7 +756,10 @@ mod tests {
             Call::Draw { rows: 2, v: 100 },
             Call::Norm { rows: 3, dim: 64, back: false },
             Call::Norm { rows: 3, dim: 64, back: true },
-            Call::Rotate { rows: 3, heads: 6, half: 8 },
+            Call::Rotate { rows: 3, heads: 6, dim: 20, half: 8 },
+            Call::Delta { rows: 70, heads: of_delta, back: false },
+            Call::Delta { rows: 70, heads: of_delta, back: true },
+            Call::DeltaSteps { slots: 2, each: 3, heads: of_delta },
             Call::Swiglu { rows: 3, width: 64, back: false },
             Call::Swiglu { rows: 3, width: 64, back: true },
             Call::Activation { len: 100, act: Activation::GeluTanh, back: false },

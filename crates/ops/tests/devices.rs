@@ -6,10 +6,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use omnigrpo_ops::{
-    Activation, Adapter, Arithmetic, AttentionHeads, AttentionLayout, Card, DecodeBatch, DecodeRows, Device,
-    DrawFrom, Dropout, ExpertLinear, GroupCache, Linear, Moments, Norm, OUTSIDE, Op, Order, PackedLinear,
-    Param, ParamDtype, Part, Pass, Patches, QuantBits, QuantMatrix, Result, RopeTable, RouterLoss, Routes,
-    RowMix, Rows, Sampler, Step, Tape, Targets, Values, Var, embed, embed_backward, squares,
+    Activation, Adapter, Arithmetic, AttentionHeads, AttentionLayout, Card, CausalConv, DecodeBatch,
+    DecodeRows, DeltaGates, DeltaHeads, Device, DrawFrom, Dropout, ExpertLinear, GatedNorm, GroupCache,
+    Linear, Moments, Norm, OUTSIDE, Op, Order, PackedLinear, Param, ParamDtype, Part, Pass, Patches,
+    QuantBits, QuantMatrix, Result, RopeTable, RouterLoss, Routes, RowMix, Rows, Sampler, StateSizes, Step,
+    Tape, Targets, Values, Var, embed, embed_backward, squares,
 };
 
 /// Opens the emulator, or the GPU that `OMNIGRPO_TEST_CARD` names (tools/gpu/first-contact).
@@ -109,7 +110,8 @@ impl Case<'_> {
         y.iter().zip(noise(y.len(), 99)).map(|(y, c)| y * f64::from(c)).sum()
     }
 
-    fn check(&self) {
+    /// Compares these devices with the twin, and the twin with central differences.
+    fn check(&self, devices: Vec<Device>) {
         let name = &self.name;
         let twin = self.outcome(Device::Twin);
         // Compare central differences for a few elements of each.
@@ -139,7 +141,7 @@ impl Case<'_> {
                 );
             }
         }
-        for device in devices() {
+        for device in devices {
             let own = self.outcome(device);
             let near = |got: &[f64], want: &[f64], what: &str| {
                 assert_eq!(got.len(), want.len(), "{name} on {device}: {what}");
@@ -162,7 +164,26 @@ fn check(
     run: impl Fn(&mut Tape, &Pass, &[Var]) -> Result<Var>,
 ) {
     let params = params.iter().map(|&p| Arc::clone(p)).collect();
-    Case { name: name.into(), inputs, params, run: &run }.check();
+    Case { name: name.into(), inputs, params, run: &run }.check(devices());
+}
+
+/// Checks an operation that GPUs refuse.
+fn check_without_gpus(
+    name: impl Into<String>,
+    inputs: &[(usize, usize)],
+    params: &[&Arc<Param>],
+    run: impl Fn(&mut Tape, &Pass, &[Var]) -> Result<Var>,
+) {
+    let params = params.iter().map(|&p| Arc::clone(p)).collect();
+    let case = Case { name: name.into(), inputs, params, run: &run };
+    let (gpus, others) = devices().into_iter().partition(|device| matches!(device, Device::Gpu(_)));
+    case.check(others);
+    for device in gpus {
+        let rows = |&(r, c): &(usize, usize)| Var::constant(Rows::zeros(device, r, c));
+        let x: Vec<Var> = inputs.iter().map(rows).collect();
+        let refused = run(&mut Tape::off(), &Pass::on(device), &x).unwrap_err().to_string();
+        assert!(refused.contains("is unsupported on") && refused.contains("CPU"), "{}: {refused}", case.name);
+    }
 }
 
 /// Widths: one, a pair, odd ones, more than a vector and more than a cache line of values.
@@ -508,6 +529,10 @@ fn norms() {
         let (weight, bias) = (param("w", &[h], 1), param("b", &[h], 2));
         let rms = Norm::Rms { weight: Arc::clone(&weight), eps: 1e-2 };
         check(format!("rms norm of {t}×{h}"), &[(t, h)], &[&weight], |tape, _, x| tape.norm(&x[0], &rms));
+        let around_one = Norm::AroundOne { weight: Arc::clone(&weight), eps: 1e-2 };
+        check(format!("rms norm around one of {t}×{h}"), &[(t, h)], &[&weight], |tape, _, x| {
+            tape.norm(&x[0], &around_one)
+        });
         let layer = Norm::Layer { weight: Arc::clone(&weight), bias: Arc::clone(&bias), eps: 1e-1 };
         check(format!("layer norm of {t}×{h}"), &[(t, h)], &[&weight, &bias], |tape, _, x| {
             tape.norm(&x[0], &layer)
@@ -546,6 +571,7 @@ fn norms_with_bf16_weights() {
             ("rms", rms(&a), rms(&b)),
             ("layer", layer(&a, &c), layer(&b, &d)),
             ("both", layer(&a, &c), rms(&b)),
+            ("around one", Norm::AroundOne { weight: Arc::clone(&a), eps: 1e-2 }, rms(&b)),
         ] {
             let run = |device: Device| {
                 [&a, &b, &c, &d].iter().for_each(|param| param.clear_grad());
@@ -640,7 +666,12 @@ impl Op for Attend {
 
 /// Builds attention of `t` rows under a layout.
 fn attend(heads: AttentionHeads, layout: AttentionLayout, t: usize) -> Attend {
-    let table = RopeTable::from_angles(t, heads.dim / 2, |row, angles| {
+    attend_turning(heads, layout, t, heads.dim / 2)
+}
+
+/// Builds attention that rotates the first `half` pairs of a head.
+fn attend_turning(heads: AttentionHeads, layout: AttentionLayout, t: usize, half: usize) -> Attend {
+    let table = RopeTable::from_angles(t, half, |row, angles| {
         angles.iter_mut().enumerate().for_each(|(i, a)| *a = row as f32 * 0.3 + i as f32);
     });
     Attend { heads, layout: Arc::new(layout.into()), table: Arc::new(table) }
@@ -665,6 +696,20 @@ fn attention_over_every_kind_of_layout() {
     }
 }
 
+/// Attention that rotates a part of each head, or none of it.
+#[test]
+fn attention_with_partial_rotation() {
+    for (heads, half) in [
+        (AttentionHeads { q: 4, kv: 2, dim: 6 }, 2),
+        (AttentionHeads { q: 1, kv: 1, dim: 16 }, 2),
+        (AttentionHeads { q: 2, kv: 1, dim: 5 }, 0),
+    ] {
+        let op = attend_turning(heads, AttentionLayout::groups(&[(3, vec![2, 1])]), 6, half);
+        let name = format!("{half} pairs of {heads:?}");
+        check(name, &[(6, heads.packed_width())], &[], |tape, _, x| tape.apply(op.clone(), [&x[0]]));
+    }
+}
+
 /// Attention with queries of only some rows, as in a last layer.
 #[test]
 fn attention_of_chosen_rows() {
@@ -681,7 +726,7 @@ fn attention_of_chosen_rows() {
 /// Every head width of published models, over more rows than a tile.
 #[test]
 fn attention_of_every_published_width() {
-    for (dim, t) in [(64, 150), (72, 9), (80, 70), (128, 33)] {
+    for (dim, t) in [(64, 150), (72, 9), (80, 70), (128, 33), (256, 17)] {
         for (q, kv) in [(1, 1), (3, 1)] {
             let heads = AttentionHeads { q, kv, dim };
             let op = attend(heads, AttentionLayout::groups(&[(t - 5, vec![3, 2])]), t);
@@ -1466,8 +1511,8 @@ fn a_block_of_bf16_weights_on_the_emulator() {
 fn mismatches_are_errors_not_panics() {
     let rows = |n: usize, cols: usize| Rows::zeros(Device::Cpu, n, cols);
     let heads = AttentionHeads { q: 2, kv: 1, dim: 4 };
-    // A rotation of part of a head would rotate columns of the next head.
-    let table = RopeTable::from_angles(3, 1, |_, _| ());
+    // Three pairs do not fit into a head of four columns; they would rotate columns of the next head.
+    let table = RopeTable::from_angles(3, 3, |_, _| ());
     let message = heads.rotate(&mut rows(3, 16), &table, false).unwrap_err().to_string();
     assert!(message.contains("heads of 4"), "{message}");
     // A layout of more rows than exist.
@@ -1772,5 +1817,204 @@ fn tokens_are_drawn() {
         assert_eq!((only.id, only.sampler_logprob), (0, 0.0), "{device}");
         let two = Rows::upload(device, vec![0.0; 6], 2, 3).unwrap();
         assert!(two.draw(&plain, &[]).unwrap_err().to_string().contains("0 draws from 2 rows"));
+    }
+}
+
+/// Groups of sequences in one stream, with their number of rows: a chunk has 64 rows.
+fn sequences() -> Vec<(Arc<omnigrpo_ops::Layout>, usize)> {
+    let groups = [vec![(1, vec![])], vec![(3, vec![2, 0, 1]), (2, vec![])], vec![(66, vec![3, 65])]];
+    let of = |groups: &Vec<(usize, Vec<usize>)>| {
+        let rows = groups.iter().map(|(prompt, own)| prompt + own.iter().sum::<usize>()).sum();
+        (Arc::new(AttentionLayout::groups(groups).into()), rows)
+    };
+    groups.iter().map(of).collect()
+}
+
+#[test]
+fn causal_convolutions() {
+    for (layout, t) in sequences() {
+        for (c, taps) in [(1, 1), (5, 4), (33, 3)] {
+            let weight = param("conv", &[c, 1, taps], 1);
+            let layer = CausalConv::new(Arc::clone(&weight)).unwrap();
+            let name = format!("causal convolution of {t}×{c} under {taps} taps");
+            check_without_gpus(name, &[(t, c)], &[&weight], |tape, _, x| {
+                let (layer, layout) =
+                    ((layer.clone(), layer.clone()), (Arc::clone(&layout), Arc::clone(&layout)));
+                let forward = move |[x]: [&Rows; 1]| layer.0.forward(x, &layout.0);
+                let backward = move |[x]: [&Rows; 1], dy: &Rows| Ok([layer.1.backward(x, dy, &layout.1)?]);
+                tape.apply(Of(forward, backward), [&x[0]])
+            });
+        }
+    }
+}
+
+#[test]
+fn gates_of_the_delta_rule() {
+    for (t, heads) in [(1, 1), (5, 3), (70, 16)] {
+        let layer = DeltaGates { a_log: param("a", &[heads], 1), dt_bias: param("dt", &[heads], 2) };
+        let params = [&layer.a_log, &layer.dt_bias];
+        check_without_gpus(format!("{heads} gates of {t} rows"), &[(t, 2 * heads)], &params, |tape, _, x| {
+            let (own, again) = (layer.clone(), layer.clone());
+            let forward = move |[x]: [&Rows; 1]| own.forward(x);
+            let backward =
+                move |[x]: [&Rows; 1], dy: &Rows| Ok([again.backward(x, &again.forward(x)?, dy)?]);
+            tape.apply(Of(forward, backward), [&x[0]])
+        });
+    }
+}
+
+/// Gates whose decays are neither 0 nor 1, from rows of noise.
+fn gates_of(rows: &Rows, heads: usize) -> Rows {
+    let mut gates = rows.clone();
+    let strong = rows.columns(0..heads).unwrap();
+    let mut weaker = strong.clone();
+    weaker.scale(0.5);
+    gates.set_columns(0, &weaker).unwrap();
+    gates
+}
+
+#[test]
+fn delta_rules() {
+    for (layout, t) in sequences() {
+        for heads in [
+            DeltaHeads { key: 1, value: 1, key_dim: 1, value_dim: 1 },
+            DeltaHeads { key: 1, value: 2, key_dim: 6, value_dim: 5 },
+            DeltaHeads { key: 2, value: 4, key_dim: 4, value_dim: 7 },
+        ] {
+            let inputs = [(t, heads.packed_width()), (t, 2 * heads.value)];
+            check_without_gpus(format!("{heads:?} over {t} rows"), &inputs, &[], |tape, _, x| {
+                let (own, again) = (Arc::clone(&layout), Arc::clone(&layout));
+                let forward = move |[qkv, gates]: [&Rows; 2]| {
+                    Ok(heads.forward(qkv, &gates_of(gates, heads.value), &own)?.0)
+                };
+                let backward = move |[qkv, gates]: [&Rows; 2], dy: &Rows| {
+                    let gates = gates_of(gates, heads.value);
+                    let states = heads.forward(qkv, &gates, &again)?.1;
+                    let [dqkv, dgates] = heads.backward(qkv, &gates, &states, dy, &again)?;
+                    Ok([dqkv, gates_of(&dgates, heads.value)])
+                };
+                tape.apply(Of(forward, backward), [&x[0], &x[1]])
+            });
+        }
+    }
+}
+
+#[test]
+fn gated_norms() {
+    for (t, heads, d) in [(0, 2, 3), (1, 1, 1), (5, 3, 7), (70, 2, 33)] {
+        let norm = GatedNorm { weight: param("w", &[d], 1), eps: 1e-2 };
+        let (n, params) = (heads * d, [&norm.weight]);
+        check_without_gpus(
+            format!("gated norm of {t}×{heads}×{d}"),
+            &[(t, n), (t, n)],
+            &params,
+            |tape, _, x| {
+                let (own, again) = (norm.clone(), norm.clone());
+                let forward = move |[x, gate]: [&Rows; 2]| Ok(own.forward(x, gate)?.0);
+                let backward = move |[x, gate]: [&Rows; 2], dy: &Rows| {
+                    let stats = again.forward(x, gate)?.1;
+                    again.backward(x, gate, &stats, dy)
+                };
+                tape.apply(Of(forward, backward), [&x[0], &x[1]])
+            },
+        );
+    }
+}
+
+/// Decoding continues the state of a prompt: rows of several slots in any order, and several rows of one slot, equal the complete
+/// stream. No completion changes another one.
+#[test]
+fn decoding_continues_the_state_of_a_prompt() {
+    let heads = DeltaHeads { key: 1, value: 2, key_dim: 6, value_dim: 20 };
+    let (prompt, own, taps, layers) = (66, 5, 4, 2);
+    let (c, n) = (heads.packed_width(), 2 * heads.value);
+    let layer = CausalConv::new(param("conv", &[c, 1, taps], 1)).unwrap();
+    let t = prompt + 3 * own;
+    let layout: omnigrpo_ops::Layout = AttentionLayout::groups(&[(prompt, vec![own; 3])]).into();
+    let sizes = StateSizes::new(c, taps, heads);
+    let attention = AttentionHeads { q: 1, kv: 1, dim: 2 };
+    for device in devices() {
+        let cache = GroupCache::new(device, 1, attention, prompt, 3, own).unwrap();
+        let cache = cache.with_states(layers, sizes);
+        if let Device::Gpu(_) = device {
+            assert_eq!(cache.err().unwrap().kind(), std::io::ErrorKind::Unsupported, "{device}");
+            continue;
+        }
+        let mut cache = cache.unwrap();
+        let x = Rows::upload(device, noise(t * c, 2), t, c).unwrap();
+        let gates = gates_of(&Rows::upload(device, noise(t * n, 3), t, n).unwrap(), heads.value);
+        let whole = |x: &Rows, gates: &Rows, layout: &omnigrpo_ops::Layout| {
+            let qkv = layer.forward(x, layout).unwrap();
+            (qkv.clone(), heads.forward(&qkv, gates, layout).unwrap().0)
+        };
+        let expected = whole(&x, &gates, &layout);
+        let first = |rows: &Rows| rows.row_range(0..prompt).unwrap();
+        let alone: omnigrpo_ops::Layout = AttentionLayout::causal(prompt).into();
+        let qkv = layer.forward(&first(&x), &alone).unwrap();
+        let (_, kept) = heads.forward_prompt(&qkv, &first(&gates)).unwrap();
+        for index in 0..layers {
+            cache.write_prompt_state(index, &first(&x), &kept).unwrap();
+        }
+        let row_of = |slot: usize, step: usize| prompt + slot * own + step;
+        let near = |got: &Rows, rows: Range<usize>, want: &Rows| {
+            let want = want.row_range(rows.clone()).unwrap().to_f64();
+            assert!(far(&got.to_f64(), &want) < 1e-5, "{device}, rows {rows:?}");
+        };
+        // Slots 2 and 0 decode three rows side by side; then slot 0 appends two rows at once, and slot 1 all of its rows.
+        for step in 0..3 {
+            let slots = vec![2, 0];
+            let pick = |rows: &Rows| {
+                let of = |slot: &usize| rows.row_range(row_of(*slot, step)..row_of(*slot, step) + 1).unwrap();
+                let rows: Vec<Rows> = slots.iter().map(of).collect();
+                Rows::concat(&rows.iter().collect::<Vec<_>>()).unwrap()
+            };
+            let (own_x, own_gates) = (pick(&x), pick(&gates));
+            let mut batch = DecodeBatch::new(vec![DecodeRows { cache: &mut cache, slots: slots.clone() }]);
+            for index in 0..layers {
+                let qkv = layer.forward_cached(&own_x, index, &mut batch).unwrap();
+                let out = heads.forward_cached(&qkv, &own_gates, index, &mut batch).unwrap();
+                for (i, &slot) in slots.iter().enumerate() {
+                    let row = row_of(slot, step)..row_of(slot, step) + 1;
+                    near(&qkv.row_range(i..i + 1).unwrap(), row.clone(), &expected.0);
+                    near(&out.row_range(i..i + 1).unwrap(), row, &expected.1);
+                }
+            }
+            batch.advance();
+        }
+        for (slot, from) in [(0, 3), (1, 0)] {
+            let rows = row_of(slot, from)..row_of(slot, own);
+            let (own_x, own_gates) =
+                (x.row_range(rows.clone()).unwrap(), gates.row_range(rows.clone()).unwrap());
+            let qkv = layer.forward_extended(&own_x, 1, &mut cache, slot).unwrap();
+            let out = heads.forward_extended(&qkv, &own_gates, 1, &mut cache, slot).unwrap();
+            near(&qkv, rows.clone(), &expected.0);
+            near(&out, rows, &expected.1);
+        }
+        // A layer without memory, and rows of another width, are errors.
+        let mut batch = DecodeBatch::new(vec![DecodeRows { cache: &mut cache, slots: vec![0] }]);
+        let one = x.row_range(0..1).unwrap();
+        assert!(layer.forward_cached(&one, layers, &mut batch).unwrap_err().to_string().contains("layer 2"));
+        assert!(
+            layer.forward_cached(&first(&x), 0, &mut batch).unwrap_err().to_string().contains("for 1 slots")
+        );
+    }
+}
+
+#[test]
+fn sizes_of_recurrent_layers_are_checked() {
+    let heads = DeltaHeads { key: 2, value: 3, key_dim: 4, value_dim: 4 };
+    let of = |t, c| Rows::zeros(Device::Cpu, t, c);
+    let layout: omnigrpo_ops::Layout = AttentionLayout::causal(3).into();
+    // Three value heads cannot share two key heads.
+    assert!(heads.forward(&of(3, heads.packed_width()), &of(3, 6), &layout).is_err());
+    let heads = DeltaHeads { value: 4, ..heads };
+    let qkv = of(3, heads.packed_width());
+    assert!(heads.forward(&qkv, &of(3, 8), &layout).is_ok());
+    assert!(heads.forward(&qkv, &of(2, 8), &layout).is_err());
+    let full: omnigrpo_ops::Layout = AttentionLayout::full_blocks(&[3]).into();
+    let message = heads.forward(&qkv, &of(3, 8), &full).unwrap_err().to_string();
+    assert!(message.contains("gated delta rule: recurrent layer: query rows 0..3"), "{message}");
+    for shape in [vec![4, 2], vec![4, 1, 9], vec![4, 2, 3]] {
+        assert!(CausalConv::new(param("conv", &shape, 1)).is_err(), "{shape:?}");
     }
 }

@@ -254,7 +254,7 @@ const OPS: &[Op] = &[
         f32s: &[1, 2],
         run: |gpu, inputs, [t, h]| {
             let [mut x, cos, sin] = take(inputs);
-            gpu.rotate(&mut x, [t, h], &cos, &sin, 1, false);
+            gpu.rotate(&mut x, [t, h], &cos, &sin, [1, 2 * (cos.len() / t.max(1))], false);
             vec![x]
         },
         by_row: 1,

@@ -776,7 +776,7 @@ fn elements() {
             gpu.copy_rows(&mut to, target, &dy, source, [2, 5]);
             let (cos, sin) = (gpu.upload(&noise(t * 3, 4)), gpu.upload(&noise(t * 3, 5)));
             let mut turned = gpu.cast(&dy, dtype);
-            gpu.rotate(&mut turned, [t, i], &cos, &sin, 1, true);
+            gpu.rotate(&mut turned, [t, i], &cos, &sin, [1, 6], true);
             vec![y, gate_up, act, scaled, to, turned]
         });
         let gpu = gpu(0);
@@ -794,7 +794,7 @@ fn elements() {
             let own = rows.columns(0..6).row_range(r..r + 1);
             let [c, s] = [4, 5].map(|seed| wide(&noise(t * 3, seed)[r * 3..r * 3 + 3]));
             let [c, s] = [&c, &s].map(|x| Mat::new(x, 1, 3));
-            turned[r * i..r * i + 6].copy_from_slice(&twin::rope(c, s, true, own));
+            turned[r * i..r * i + 6].copy_from_slice(&twin::rope(c, s, true, own, 6));
         }
         let back = twin::swiglu_backward(rows, gate_up);
         near(

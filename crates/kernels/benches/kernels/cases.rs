@@ -15,6 +15,7 @@ use omnigrpo_kernels::logprob::{Head, Statistics, Targets};
 use omnigrpo_kernels::optim::AdamW;
 use omnigrpo_kernels::paths::Path;
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
+use omnigrpo_kernels::recurrent::{self, CHUNK, Continued, DeltaShape, Segments};
 use omnigrpo_kernels::{
     Arithmetic, Mat, MatMut, Weight, buffer, embedding, logprob, norm, optim, parallel, rope,
 };
@@ -96,6 +97,54 @@ fn rounding(bf16: bool) -> Option<Path> {
 }
 
 const DTYPES: [(&str, bool); 2] = [("f32", false), ("bf16", true)];
+
+/// The gated delta rule with the heads of a model of 0.8 B parameters, over one sequence of 4,096 rows and in decoding. The states
+/// of decoding exceed the last cache.
+fn delta_cases(all: &mut Vec<Case>) {
+    let shape = DeltaShape { key_heads: 16, value_heads: 16, key_dim: 128, value_dim: 128 };
+    let (rows, width) = (4096, shape.packed_width());
+    let gates =
+        |rows: usize| -> Vec<f32> { (0..rows * 32).map(|i| if i % 32 < 16 { -0.1 } else { 0.5 }).collect() };
+    // Multiply-adds of a row in one head: products with the state, and products between the rows of a chunk.
+    let (states, pairs) = (128 * 128, CHUNK * 128);
+    let flops = |states: usize, pairs: usize| Amount::Flops((2 * rows * 16 * (states + pairs)) as f64);
+    all.push(case("delta rule forward 4096x16x128", flops(3 * states, 3 * pairs), move || {
+        let (qkv, gates, segments) = (noise(rows * width, 1), gates(rows), Segments::one(rows));
+        move || {
+            let (qkv, gates) = (Mat::new(&qkv, rows, width), Mat::new(&gates, rows, 32));
+            drop(black_box(recurrent::delta_forward(qkv, gates, &segments, shape)));
+        }
+    }));
+    all.push(case("delta rule backward 4096x16x128", flops(7 * states, 10 * pairs), move || {
+        let (qkv, gates, segments) = (noise(rows * width, 1), gates(rows), Segments::one(rows));
+        let parts = (Mat::new(&qkv, rows, width), Mat::new(&gates, rows, 32));
+        let (out, kept) = recurrent::delta_forward(parts.0, parts.1, &segments, shape);
+        move || {
+            let (qkv, gates) = (Mat::new(&qkv, rows, width), Mat::new(&gates, rows, 32));
+            let dout = Mat::new(&out, rows, shape.value_width());
+            drop(black_box(recurrent::delta_backward(dout, qkv, gates, &kept, &segments, shape)));
+        }
+    }));
+    for batch in [1, 8] {
+        let layers = 64;
+        let bytes = Amount::Bytes((8 * layers * batch * shape.state_len()) as f64);
+        all.push(case(format!("delta rule decode, {batch} rows of {layers} layers"), bytes, move || {
+            let (qkv, gates) = (noise(batch * width, 1), gates(batch));
+            let mut states = vec![0.1f32; layers * batch * shape.state_len()];
+            move || {
+                for layer in states.chunks_exact_mut(batch * shape.state_len()) {
+                    let mut parts: Vec<Continued> = layer
+                        .chunks_exact_mut(shape.state_len())
+                        .enumerate()
+                        .map(|(i, state)| Continued { rows: i..i + 1, state })
+                        .collect();
+                    let (qkv, gates) = (Mat::new(&qkv, batch, width), Mat::new(&gates, batch, 32));
+                    drop(black_box(recurrent::delta_steps(qkv, gates, &mut parts, shape)));
+                }
+            }
+        }));
+    }
+}
 
 fn linear_cases(all: &mut Vec<Case>) {
     for (m, k, n) in [
@@ -275,7 +324,7 @@ fn row_cases(all: &mut Vec<Case>) {
         let (mut x, cos, sin) = (noise(rows * 640, 1), noise(rows * 32, 2), noise(rows * 32, 3));
         move || {
             let [cos, sin] = [&cos, &sin].map(|x| Mat::new(x, rows, 32));
-            rope::apply(cos, sin, false, MatMut::new(&mut x, rows, 640));
+            rope::apply(cos, sin, false, MatMut::new(&mut x, rows, 640), 64);
         }
     }));
     all.push(case("swiglu forward 852x1408", bytes(3, inner), move || {
@@ -575,6 +624,7 @@ fn expert_rows(all: &mut Vec<Case>) {
 pub fn cases() -> Vec<Case> {
     let mut all = Vec::new();
     linear_cases(&mut all);
+    delta_cases(&mut all);
     row_cases(&mut all);
     attention_cases(&mut all);
     head_cases(&mut all);

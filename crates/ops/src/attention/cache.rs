@@ -5,13 +5,16 @@ use memmap2::MmapMut;
 use crate::attention::AttentionHeads;
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::recurrent::States;
 use crate::rows::Rows;
 
 /// The cache of one group. The buffer of each layer has the rows `prompt | slot 0 | slot 1 | …`. A row contains the keys of one
 /// token, followed by the values: `2 · kv_width` numbers.
 pub struct GroupCache {
     pub(crate) store: Store,
-    device: Device,
+    /// States of recurrent layers, if the model has such layers.
+    pub(crate) states: Option<States>,
+    pub(crate) device: Device,
     layers: usize,
     pub(crate) heads: AttentionHeads,
     pub(crate) prompt_rows: usize,
@@ -44,7 +47,16 @@ impl GroupCache {
         slot_rows: usize,
     ) -> std::io::Result<Self> {
         let store = device.backend().cache(layers, slots, prompt_rows + slots * slot_rows, heads)?;
-        Ok(Self { store, device, layers, heads, prompt_rows, slot_rows, lengths: vec![0; slots] })
+        Ok(Self {
+            store,
+            states: None,
+            device,
+            layers,
+            heads,
+            prompt_rows,
+            slot_rows,
+            lengths: vec![0; slots],
+        })
     }
 
     /// Writes the keys and values of a prompt, given its packed rows.

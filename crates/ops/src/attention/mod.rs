@@ -193,10 +193,11 @@ impl AttentionHeads {
         Ok((Rows::concat(&out)?, Rows::concat(&lse)?))
     }
 
-    /// Applies rotary positions to the queries and keys of packed rows, in place.
+    /// Applies rotary positions to the queries and keys of packed rows, in place. The columns of a head beyond the pairs of the table
+    /// are not rotated.
     pub fn rotate(self, qkv: &mut Rows, table: &RopeTable, inverse: bool) -> Result<()> {
         self.check(qkv)?;
-        if table.rows() != qkv.rows() || 2 * table.half != self.dim {
+        if table.rows() != qkv.rows() || 2 * table.half > self.dim {
             let what = format!(
                 "{} rows of {} angles for {} rows and heads of {}",
                 table.rows(),
@@ -206,7 +207,7 @@ impl AttentionHeads {
             );
             return Err(Error::shape("rotation", what));
         }
-        qkv.device().backend().rotate(qkv, table, self.q + self.kv, inverse);
+        qkv.device().backend().rotate(qkv, table, [self.q + self.kv, self.dim], inverse);
         Ok(())
     }
 

@@ -1,19 +1,31 @@
 //! Normalisation on the CPU.
 
+use std::borrow::Cow;
+
 use omnigrpo_kernels::norm as norms;
 
 use crate::cpu::{Cpu, accumulate};
 use crate::device::Device;
-use crate::param::GradGuard;
+use crate::param::{GradGuard, WeightGuard};
 
 use super::*;
+
+/// Returns the factors by which an RMS norm multiplies.
+fn scale<'a>(norm: &Norm, weight: &'a WeightGuard) -> Cow<'a, [f32]> {
+    match norm {
+        Norm::AroundOne { .. } => weight.f32().iter().map(|w| 1.0 + w).collect(),
+        _ => weight.f32(),
+    }
+}
 
 impl NormOps for Cpu {
     fn norm(&self, x: &Rows, norm: &Norm) -> (Rows, Rows) {
         let (rows, dim) = x.dims();
         let weight = norm.weight().read();
         let (count, (y, stats)) = match norm {
-            Norm::Rms { eps, .. } => (1, norms::rms_forward(x.mat(), &weight.f32(), *eps)),
+            Norm::Rms { eps, .. } | Norm::AroundOne { eps, .. } => {
+                (1, norms::rms_forward(x.mat(), &scale(norm, &weight), *eps))
+            }
             Norm::Layer { bias, eps, .. } => {
                 (2, norms::layer_forward(x.mat(), &weight.f32(), &bias.read().f32(), *eps))
             }
@@ -24,10 +36,10 @@ impl NormOps for Cpu {
     fn norm_back(&self, dx: &mut Rows, x: &Rows, stats: &Rows, dy: &Rows, norm: &Norm) {
         let (x, stats, dy, dx) = (x.mat(), stats.cpu(), dy.mat(), dx.mat_mut());
         match norm {
-            Norm::Rms { weight, .. } => {
+            Norm::Rms { weight, .. } | Norm::AroundOne { weight, .. } => {
                 let (guard, mut gradient) = (weight.read(), weight.gradient(Device::Cpu));
                 let dw = gradient.as_mut().map(GradGuard::cpu);
-                norms::rms_backward(dy, x, &guard.f32(), stats, dx, dw);
+                norms::rms_backward(dy, x, &scale(norm, &guard), stats, dx, dw);
             }
             Norm::Layer { weight, bias, .. } => {
                 let of = |param: &Param| param.trainable().then(|| vec![0.0; param.len()]);

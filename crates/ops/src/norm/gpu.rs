@@ -8,9 +8,13 @@ impl NormOps for Card {
     fn norm(&self, x: &Rows, norm: &Norm) -> (Rows, Rows) {
         let (rows, dim) = x.dims();
         match norm {
-            Norm::Rms { weight, eps } => {
-                let (y, rstd) =
-                    self.vector(weight, |weight| self.gpu.rms(self.of(x), weight, *eps, weight.dtype()));
+            Norm::Rms { weight, eps } | Norm::AroundOne { weight, eps } => {
+                let (y, rstd) = self.vector(weight, |weight| match norm {
+                    Norm::AroundOne { .. } => {
+                        self.gpu.rms(self.of(x), &self.gpu.shifted(weight, 1.0), *eps, weight.dtype())
+                    }
+                    _ => self.gpu.rms(self.of(x), weight, *eps, weight.dtype()),
+                });
                 (self.rows(y, rows, dim), self.rows(rstd, 1, rows))
             }
             Norm::Layer { weight, bias, eps } => {
@@ -28,11 +32,14 @@ impl NormOps for Card {
         self.vector(norm.weight(), |weight| {
             self.change(dx, |dx| match norm {
                 Norm::Rms { .. } => self.gpu.rms_back(dx, dy, x, stats, weight),
+                Norm::AroundOne { .. } => {
+                    self.gpu.rms_back(dx, dy, x, stats, &self.gpu.shifted(weight, 1.0));
+                }
                 Norm::Layer { .. } => self.gpu.layer_back(dx, dy, x, stats, weight),
             });
         });
         match norm {
-            Norm::Rms { weight, .. } => {
+            Norm::Rms { weight, .. } | Norm::AroundOne { weight, .. } => {
                 self.accumulate(weight, |dw| self.gpu.norm_weight(dw, dy, x, None, (stats, 0)));
             }
             Norm::Layer { weight, bias, .. } => {

@@ -31,6 +31,14 @@ pub enum Norm {
         /// Constant added to the mean square.
         eps: f32,
     },
+    /// RMS normalisation with a weight around zero: `y = x / sqrt(mean(x²) + eps) · (1 + weight)`. The sum is formed in f32, whatever
+    /// the dtype of the weight.
+    AroundOne {
+        /// Scale `[h]`, less one.
+        weight: Arc<Param>,
+        /// Constant added to the mean square.
+        eps: f32,
+    },
     /// Layer normalisation with biased variance: `y = (x − mean) / sqrt(var + eps) · weight + bias`.
     Layer {
         /// Scale `[h]`.
@@ -45,14 +53,14 @@ pub enum Norm {
 impl Norm {
     pub(crate) fn weight(&self) -> &Param {
         match self {
-            Self::Rms { weight, .. } | Self::Layer { weight, .. } => weight,
+            Self::Rms { weight, .. } | Self::AroundOne { weight, .. } | Self::Layer { weight, .. } => weight,
         }
     }
 
     /// Returns scale and shift.
     pub fn params(&self) -> impl Iterator<Item = &Arc<Param>> {
         let (weight, bias) = match self {
-            Self::Rms { weight, .. } => (weight, None),
+            Self::Rms { weight, .. } | Self::AroundOne { weight, .. } => (weight, None),
             Self::Layer { weight, bias, .. } => (weight, Some(bias)),
         };
         [weight].into_iter().chain(bias)

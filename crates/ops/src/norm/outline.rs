@@ -8,7 +8,7 @@ use super::*;
 impl NormOps for Outline {
     fn norm(&self, x: &Rows, norm: &Norm) -> (Rows, Rows) {
         note(|| Call::Norm { rows: x.rows(), dim: x.cols(), back: false });
-        let statistics = if matches!(norm, Norm::Rms { .. }) { 1 } else { 2 };
+        let statistics = if matches!(norm, Norm::Layer { .. }) { 2 } else { 1 };
         (Rows::on_outline(factor(norm.weight()), x.rows(), x.cols()), in_f32(statistics, x.rows()))
     }
 

@@ -16,8 +16,8 @@ use crate::rows::Rows;
 
 /// Rotary positions.
 pub(crate) trait RopeOps {
-    /// Applies rotary positions to the first `heads` heads of each row, in place.
-    fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: usize, inverse: bool);
+    /// Applies rotary positions to the first heads of each row, in place. `heads` states their number and width.
+    fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: [usize; 2], inverse: bool);
 }
 
 type Fill = dyn Fn(usize, &mut [f32]) + Send + Sync;
@@ -29,8 +29,8 @@ const OPERATIONS: usize = 16;
 /// Rotary angles of every row of a stream. The angles, cosines and sines are computed when a device first reads them. An outlined
 /// step never reads them; computing them would take most of its time.
 ///
-/// One table serves all layers and heads. The rotation is the "rotate half" form, which pairs element `i` with `i + half`, where
-/// `half = head width / 2`.
+/// One table serves all layers and heads. The rotation is the "rotate half" form, which pairs element `i` of a head with
+/// `i + half`. The elements from `2 · half` on are not rotated.
 #[derive(Clone)]
 pub struct RopeTable {
     /// Number of pairs per head.
