@@ -319,13 +319,8 @@ def other_adapter(folder):
 def either(launcher, first, second):
     """Runs a command on two ranks, the second with more settings, and returns the status and what they wrote."""
     first = [str(word) for word in first]
-    # A flag that is given twice is an error.
-    other = list(first)
-    for name, value in zip(map(str, second[::2]), second[1::2]):
-        if name in other:
-            other[other.index(name) + 1] = str(value)
-        else:
-            other += [name, str(value)]
+    # Of a flag that is given twice, the last value counts.
+    other = [*first, *map(str, second)]
     command = [*launcher, sys.executable, "-c", EITHER, json.dumps(first), json.dumps(other)]
     run = subprocess.run(command, env={**os.environ, **ROOT}, capture_output=True, text=True, timeout=LIMIT_SECS)
     return run.returncode, run.stdout + run.stderr

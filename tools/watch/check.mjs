@@ -331,6 +331,47 @@ try {
   await pair.waitForSelector('.settings tbody tr');
   assert.deepEqual(await pair.$$eval('.settings tbody th', (own) => own.map((cell) => cell.textContent)), ['run_name', 'learning_rate']);
   assert.deepEqual(await pair.$$eval('.chip', (own) => own.map((chip) => chip.textContent)), ['made up', 'other']);
+  // The table of runs is the first view of several.
+  await pair.goto(`${both}?table`);
+  await pair.waitForSelector('.runs tbody tr');
+  const cells = () => pair.$$eval('.runs tbody tr', (all) => all.map((row) => [...row.children].map((cell) => cell.textContent)));
+  const table = await cells();
+  assert.deepEqual(await pair.$$eval('.runs thead th', (all) => all.map((own) => own.textContent)), ['run', 'verdict', 'before → after', 'steps', 'time', 'state', 'model', 'data', 'learning_rate']);
+  assert.deepEqual(table.map((row) => [row[0].trim(), row.at(-1)]), [['made up', '1e-6'], ['other', '2e-6']]);
+  assert.match(table[0][1], /^Worse ! ran_away$/);
+  assert.match(table[0][2], /^0.55 → 0.770.75 to 0.78 \(training\)$/);
+  assert.match(table[0][3], /^63$/);
+  await pair.click('.runs summary');
+  await pair.waitForFunction(() => /Worse than before: the policy ran away/.test(document.querySelector('.runs details').textContent));
+  await pair.click('.runs thead button:has-text("learning_rate")');
+  await pair.click('.runs thead button:has-text("learning_rate")');
+  assert.deepEqual((await cells()).map((row) => row.at(-1)), ['2e-6', '1e-6']);
+  assert.equal(await pair.$eval('.runs thead th:last-child', (own) => own.getAttribute('aria-sort')), 'descending');
+  assert.ok(await pair.$eval('.runs tr:last-child details', (own) => own.open), 'sorting has closed a line');
+  await pair.uncheck('input[name=problems]');
+  assert.match((await cells())[1][1], /^Worse (?!!)/);
+  await pair.check('input[name=problems]');
+  await pair.fill('input[aria-label="find runs"]', 'learning_rate=1e-6');
+  assert.deepEqual((await cells()).map((row) => row[0].trim()), ['made up']);
+  await pair.click('.runs tbody a');
+  await pair.waitForSelector('.chart canvas');
+  assert.deepEqual(await pair.$$eval('.chip input', (all) => all.map((own) => own.checked)), [true, false]);
+  assert.match(await pair.$eval('#verdicts', (own) => own.textContent), /Verdicts on 1 runs · 1 worse/);
+  for (const colorScheme of ['light', 'dark']) {
+    const seen = await page(both, { colorScheme });
+    await seen.goto(`${both}#/runs`);
+    await seen.waitForSelector('.runs tbody tr');
+    await seen.click('.runs summary');
+    await seen.waitForFunction(() => document.querySelector('.runs details p'));
+    assert.deepEqual(await flaws(seen), [], `runs, ${colorScheme}`);
+    await seen.close();
+  }
+  // Both runs have their verdicts on the other views in one line that stays closed.
+  await pair.goto(`${both}?both#/charts`);
+  await pair.waitForFunction(() => /Verdicts on 2 runs · 2 worse · 2 with problems/.test(document.getElementById('verdicts').textContent));
+  assert.equal(await pair.$eval('#verdicts > details', (own) => own.open), false);
+  console.log('the table of runs tells, sorts, finds and opens');
+
   // Runs that share a name are told apart by their directories; one that cannot be read does not hide the other.
   writeFileSync(join(other, 'config.yaml'), 'run_name: made up    # flag\nlearning_rate: 2e-6    # flag\nmax_steps: 80    # flag\n');
   writeFileSync(join(other, 'eval/step-000060.summary.json'), '{');
@@ -455,7 +496,7 @@ try {
   const [fifth, spiked] = await serve([long, short]);
   children.push(fifth);
   const spike = await page(spiked);
-  await spike.goto(spiked);
+  await spike.goto(`${spiked}#/charts`);
   await spike.waitForSelector('.chart canvas');
   await spike.waitForFunction(() => document.querySelectorAll('.chart').length === 2);
   // The pixels of the line in the upper half of the chart of KL, where nothing but the spike is.

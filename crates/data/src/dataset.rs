@@ -20,6 +20,7 @@ use crate::registry::{DatasetSpec, is_yaml};
 use crate::roots::Resolver;
 use crate::rows::RowFile;
 use crate::sample::{MediumSource, Sample, Think};
+use crate::tables;
 
 /// Maximum number of rows whose media go into [`Dataset::media_digest`].
 const SAMPLED_ROWS: u64 = 4096;
@@ -50,6 +51,8 @@ pub struct ReadOptions {
     pub continue_text_prompts: bool,
     /// Column names that replace the ones the formats expect.
     pub columns: ColumnNames,
+    /// Question of rows that have none, such as those of a table of pictures and labels.
+    pub question: Option<String>,
 }
 
 /// Function that maps the address of a medium to a local file with its content, or returns an error. It is called repeatedly for
@@ -127,6 +130,7 @@ impl Default for ReadOptions {
             empty_questions: false,
             continue_text_prompts: false,
             columns: ColumnNames::default(),
+            question: None,
         }
     }
 }
@@ -172,6 +176,7 @@ pub struct Dataset {
     empty_questions: bool,
     continue_text_prompts: bool,
     names: ColumnNames,
+    question: Option<String>,
 }
 
 struct DatasetPart {
@@ -265,6 +270,7 @@ impl RowReader {
             think: options.think.unwrap_or_else(|| spec.think_mode()),
             columns: &spec.columns,
             names: &options.columns,
+            question: options.question.as_deref(),
             use_audio_in_video: options.use_audio_in_video,
             empty_questions: options.empty_questions,
             continue_text_prompts: options.continue_text_prompts,
@@ -345,7 +351,8 @@ impl Dataset {
             }
             let file = match unpacked(&spec.file, options)? {
                 Some(rows) => RowFile::open(&rows)?.named(&spec.file),
-                None => RowFile::open(&spec.file)?,
+                None if spec.file.is_dir() => tables::open_folder(&spec.file)?,
+                None => tables::open(&spec.file)?.map_or_else(|| RowFile::open(&spec.file), Ok)?,
             };
             let part = DatasetPart {
                 name: spec.name.as_str().into(),
@@ -376,6 +383,7 @@ impl Dataset {
             empty_questions: options.empty_questions,
             continue_text_prompts: options.continue_text_prompts,
             names: options.columns.clone(),
+            question: options.question.clone(),
         };
         dataset.check_names()?;
         Ok(dataset)
@@ -459,6 +467,7 @@ impl Dataset {
             think: part.think,
             columns: &part.columns,
             names: &self.names,
+            question: self.question.as_deref(),
             use_audio_in_video: self.use_audio_in_video,
             empty_questions: self.empty_questions,
             continue_text_prompts: self.continue_text_prompts,

@@ -31,7 +31,7 @@ pub enum DataError {
         source: std::io::Error,
     },
     /// File whose name and first character match no known format.
-    #[error("{}: unknown dataset format: got {got}, expected a .jsonl file (one JSON object per line), a .json file (an array of objects, or as .jsonl), a .parquet file, or a .yaml list of such files; convert it (`data convert`) or rename it", path.display())]
+    #[error("{}: unknown dataset format: got {got}, expected a .jsonl file (one JSON object per line), a .json file (an array of objects, or as .jsonl), a .csv, .tsv or .parquet file, a folder of media, or a .yaml list of such files; rename the file or write its rows as one of these", path.display())]
     UnknownFile {
         /// Path of the file.
         path: PathBuf,

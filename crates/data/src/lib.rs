@@ -24,6 +24,7 @@ mod rows;
 mod sample;
 mod sampling;
 mod store;
+mod tables;
 mod vivqa_x;
 
 pub use accepted::accepted_answers;
@@ -46,4 +47,5 @@ pub use sample::{
 };
 pub use sampling::{Amount, Sampling};
 pub use store::{medium_extension, store as store_medium};
+pub use tables::media_folder;
 pub use vivqa_x::{Conversion, convert_vivqa_x};

@@ -32,6 +32,8 @@ pub(crate) struct RowFile {
     piped: bool,
     /// True for a rollout log, in which each row spans several lines.
     is_rollouts: bool,
+    /// True if the path is that of the folder whose media are the rows.
+    is_folder: bool,
 }
 
 /// Reports whether the file is a pipe, such as standard input or `<(…)` of a shell.
@@ -107,7 +109,16 @@ impl RowFile {
         let rows = index(&mut reader, path)?;
         let file = Mutex::new(reader.into_inner());
         let (hashes, changed) = (Vec::new(), OnceLock::new());
-        let mut this = Self { path: path.into(), file, rows, hashes, changed, piped, is_rollouts: false };
+        let mut this = Self {
+            path: path.into(),
+            file,
+            rows,
+            hashes,
+            changed,
+            piped,
+            is_rollouts: false,
+            is_folder: false,
+        };
         if this.rollout_line(0).is_some() {
             this.join_rollouts();
         }
@@ -173,8 +184,26 @@ impl RowFile {
         Self { path: path.into(), ..self }
     }
 
+    /// Returns the rows of a table, which begin at these lines of its file.
+    #[must_use]
+    pub(crate) fn of_lines(mut self, lines: &[u64]) -> Self {
+        for (row, line) in self.rows.iter_mut().zip(lines) {
+            row.line = u32::try_from(*line).unwrap_or(u32::MAX);
+        }
+        Self { piped: false, ..self }
+    }
+
+    /// Returns the rows of the media of the folder whose path they have.
+    #[must_use]
+    pub(crate) fn in_folder(self) -> Self {
+        Self { piped: false, is_folder: true, ..self }
+    }
+
     /// Returns the folder against which relative paths of the rows are resolved.
     pub(crate) fn folder(&self) -> &Path {
+        if self.is_folder {
+            return &self.path;
+        }
         match self.path.parent() {
             Some(folder) if folder != Path::new("") && !self.piped => folder,
             _ => Path::new("."),

@@ -7,9 +7,9 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use hyper::http::uri::Authority;
 
 /// Returns true if an authority, `host` or `host:port`, names this machine in a way that no page can forge: as `localhost`, by a
-/// loopback address, or by the address `bound` of the server. A server on all addresses accepts every address. Names of users and
-/// ports without a number are refused.
-pub fn names_machine(authority: &[u8], bound: IpAddr) -> bool {
+/// loopback address, by the address `bound` of the server, or by one of its `names`. A server on all addresses accepts every address.
+/// Names of users and ports without a number are refused.
+pub fn names_machine(authority: &[u8], bound: IpAddr, names: &[String]) -> bool {
     let Ok(parsed) = Authority::try_from(authority) else { return false };
     let host = parsed.host();
     let rest = parsed.as_str().strip_prefix(host);
@@ -24,6 +24,7 @@ pub fn names_machine(authority: &[u8], bound: IpAddr) -> bool {
         None => host.parse::<Ipv4Addr>().ok().map(IpAddr::V4),
     };
     host.eq_ignore_ascii_case("localhost")
+        || names.iter().any(|name| host.eq_ignore_ascii_case(name))
         || address.is_some_and(|ip| ip.is_loopback() || ip == bound || bound.is_unspecified())
 }
 
@@ -65,6 +66,10 @@ pub fn is_secret(given: &[u8], secret: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn names_machine(authority: &[u8], bound: IpAddr) -> bool {
+        super::names_machine(authority, bound, &[])
+    }
 
     const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
@@ -144,6 +149,24 @@ mod tests {
         let all = IpAddr::from([0, 0, 0, 0]);
         assert!(names_machine(b"10.1.2.3", all) && names_machine(b"[fe80::1]:1", all));
         assert!(!names_machine(b"evil.example", all) && !names_machine(b"x@10.1.2.3", all));
+    }
+
+    #[test]
+    fn only_the_names_of_a_server_name_it() {
+        let names = ["node7".to_owned(), "gpu.example.org".to_owned()];
+        let named = |host: &str| super::names_machine(host.as_bytes(), LOOPBACK, &names);
+        assert!(named("node7") && named("NODE7:8000") && named("gpu.example.org:1") && named("localhost"));
+        for host in [
+            "node8",
+            "node7.example.org",
+            "x.node7",
+            "node7.",
+            "node7@evil.example",
+            "evil.example:node7",
+            "node7:x",
+        ] {
+            assert!(!named(host), "{host}");
+        }
     }
 
     #[test]

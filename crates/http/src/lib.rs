@@ -1,9 +1,10 @@
 //! HTTP/1.1 server of the page of runs, of Prometheus and of models. It uses one thread for connections, whatever clients send.
 //!
-//! Any program on this machine, and any page in its browser, can send bytes to a loopback port. So everything that a client
+//! Any program on this machine, and any page in its browser, can send bytes to a loopback port, and any machine to other ports. So everything that a client
 //! controls is bounded before it is read: the size of head and body, the size of all bodies together, the number of connections, and
 //! the duration of a request. Only `GET` and `HEAD` are answered, and `POST` if a body is allowed; other bodies stay unread. `Host`
-//! must name this machine by an address or as `localhost`, so a page of another origin cannot reach the server under its own host name.
+//! must name this machine by an address, as `localhost` or by a name that the server is given, so a page of another origin cannot reach
+//! the server under its own host name.
 //!
 //! A [`Service`] sees a request twice. [`Service::at_head`] refuses it or answers it from the head alone, before a byte of the body is
 //! read. It runs on the thread of the connections, so it answers while all handlers are busy.
@@ -17,7 +18,7 @@ pub mod head;
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::io;
-use std::net::{IpAddr, SocketAddr, TcpListener as Listener, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener as Listener, ToSocketAddrs};
 use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Duration;
@@ -103,6 +104,45 @@ impl Default for Limits {
     }
 }
 
+/// Address of a server, and the names by which clients may call it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Address at which the server listens.
+    pub host: IpAddr,
+    /// Port; 0 selects a free one.
+    pub port: u16,
+    /// Names that a request may have in `Host`, beside addresses of this machine and `localhost`.
+    pub names: Vec<String>,
+}
+
+impl Place {
+    /// Returns the place of a server that only this machine reaches.
+    pub fn local(port: u16) -> Self {
+        Self { host: IpAddr::V4(Ipv4Addr::LOCALHOST), port, names: Vec::new() }
+    }
+
+    /// Returns true if only this machine reaches the server.
+    pub fn is_local(&self) -> bool {
+        self.host.is_loopback()
+    }
+
+    /// Returns the address for clients of a server with this port: under the first of its names, or else by an address. A server on all
+    /// addresses has that of loopback.
+    pub fn address(&self, port: u16) -> String {
+        match (self.names.first(), self.host.is_unspecified()) {
+            (Some(name), _) if !self.is_local() => format!("{name}:{port}"),
+            (_, true) => format!("127.0.0.1:{port}"),
+            _ => SocketAddr::new(self.host, port).to_string(),
+        }
+    }
+}
+
+impl std::fmt::Display for Place {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        SocketAddr::new(self.host, self.port).fmt(f)
+    }
+}
+
 /// A request within the limits.
 #[derive(Debug)]
 pub struct Request {
@@ -152,10 +192,10 @@ impl Request {
     }
 
     /// Returns true if `Host`, and the authority of an absolute URL, name this machine.
-    fn is_meant(&self, bound: IpAddr) -> bool {
+    fn is_meant(&self, bound: IpAddr, own: &[String]) -> bool {
         let mut hosts = self.values(&HOST);
         let (Some(host), None) = (hosts.next(), hosts.next()) else { return false };
-        let names = |authority: &[u8]| names_machine(authority, bound);
+        let names = |authority: &[u8]| names_machine(authority, bound, own);
         names(host) && self.head.uri.authority().is_none_or(|authority| names(authority.as_str().as_bytes()))
     }
 }
@@ -304,7 +344,24 @@ impl Http {
         limits: Limits,
         service: impl Service,
     ) -> io::Result<Self> {
-        let listener = Listener::bind(address)?;
+        Self::on(Listener::bind(address)?, name, Vec::new(), limits, service)
+    }
+
+    /// Like [`Self::start`], at a place whose names are accepted too.
+    ///
+    /// # Errors
+    /// As [`Self::start`].
+    pub fn start_at(name: &str, place: &Place, limits: Limits, service: impl Service) -> io::Result<Self> {
+        Self::on(Listener::bind((place.host, place.port))?, name, place.names.clone(), limits, service)
+    }
+
+    fn on(
+        listener: Listener,
+        name: &str,
+        names: Vec<String>,
+        limits: Limits,
+        service: impl Service,
+    ) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -319,6 +376,7 @@ impl Http {
         let shared = Arc::new(Shared {
             limits,
             bound: address.ip(),
+            names,
             service: Box::new(service),
             budget: Budget::new(limits.bodies_bytes),
             pool: Arc::new(Semaphore::new(limits.handlers)),
@@ -367,6 +425,7 @@ type Sent = UnsyncBoxBody<Bytes, io::Error>;
 struct Shared {
     limits: Limits,
     bound: IpAddr,
+    names: Vec<String>,
     service: Box<dyn Service>,
     /// Room for the bodies of all requests.
     budget: Arc<Budget>,
@@ -476,7 +535,7 @@ impl Shared {
         let (head, body) = request.into_parts();
         let mut request = Request { head, body: Body::new(&self.budget) };
         let refusal = self.limits.refusal;
-        if !request.is_meant(self.bound) {
+        if !request.is_meant(self.bound, &self.names) {
             let why = "this server only accepts requests to an address of this machine or to localhost";
             return Err(refusal(StatusCode::MISDIRECTED_REQUEST, why));
         }

@@ -14,7 +14,7 @@
 //!
 //! Source: `transformers` 5.23 `image_transforms.convert_to_rgb`, Pillow 13 `Convert.c`, `Paste.c`.
 
-use std::io::{BufRead, BufReader, Cursor, Seek};
+use std::io::{BufRead, BufReader, Cursor, Read as _, Seek};
 use std::path::Path;
 
 use image::{DynamicImage, ImageFormat, ImageReader};
@@ -156,8 +156,10 @@ pub fn load_image_bytes(
 pub fn probe_image(path: &Path, limits: &Limits) -> Result<ImageInfo, MediaError> {
     let mut file = BufReader::new(limits.open(path)?);
     let read = |source| MediaError::Read { path: path.to_owned(), source };
-    let format = ImageReader::new(source(&mut file)).with_guessed_format().map_err(read)?.format();
-    let format = require_known(path, format)?;
+    let mut start = Vec::new();
+    file.by_ref().take(MAX_SIGNATURE_BYTES).read_to_end(&mut start).map_err(read)?;
+    file.rewind().map_err(read)?;
+    let format = require_known(path, &start)?;
     let turn = Turn::of_picture(&mut file, format);
     file.rewind().map_err(read)?;
     let reader = ImageReader::with_format(source(file), format);
@@ -167,13 +169,33 @@ pub fn probe_image(path: &Path, limits: &Limits) -> Result<ImageInfo, MediaError
     Ok(ImageInfo { width_px, height_px, turn, format })
 }
 
+/// Returns true for pictures in a container of HEIF: HEIC, but not AVIF, which has the same container.
+fn is_heic(start: &[u8]) -> bool {
+    const BRANDS: [&[u8]; 7] = [b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1"];
+    let brands = start.get(4..12).and_then(|own| own.strip_prefix(b"ftyp"));
+    brands.is_some_and(|brand| BRANDS.contains(&brand)) && !start.windows(4).any(|own| own == b"avif")
+}
+
 fn is_known(format: ImageFormat) -> bool {
     use ImageFormat::{Bmp, Gif, Jpeg, Png, Tiff, WebP};
     matches!(format, Png | Jpeg | WebP | Gif | Bmp | Tiff)
 }
 
-fn require_known(path: &Path, format: Option<ImageFormat>) -> Result<ImageFormat, MediaError> {
-    let got = match format {
+/// Number of bytes at the start of a file that tell its format.
+const MAX_SIGNATURE_BYTES: u64 = 64;
+
+/// Returns the format of a picture, by the first bytes of its file.
+fn require_known(path: &Path, start: &[u8]) -> Result<ImageFormat, MediaError> {
+    let got = match image::guess_format(start).ok() {
+        _ if is_heic(start) => {
+            let word = |path: &Path| format!("'{}'", path.display().to_string().replace('\'', "'\\''"));
+            format!(
+                "the content is HEIC, the format of photos of an iPhone, which `heif-convert {} {}` converts (of the package \
+                 libheif-examples of Debian and Ubuntu; on macOS: `sips -s format jpeg`)",
+                word(path),
+                word(&path.with_extension("jpg"))
+            )
+        }
         Some(format) if is_known(format) => return Ok(format),
         Some(format) => format!("the content is {}", format.to_mime_type()),
         None => "the content is not a supported image format".into(),
@@ -227,7 +249,7 @@ fn decode(
     orientation: Orientation,
     limits: &Limits,
 ) -> Result<Rgb8Image, MediaError> {
-    let format = require_known(path, image::guess_format(bytes).ok())?;
+    let format = require_known(path, bytes)?;
     if format == ImageFormat::Jpeg && !jpeg_has_end(bytes) {
         return Err(MediaError::decode(path, "JPEG data ends before its end marker"));
     }

@@ -54,6 +54,15 @@ pub use text::{escape, escape_line, fit, now, span, wrap};
 pub use trackers::{Tracked, Tracker, Trackers};
 pub use window::Window;
 
+/// Returns the version of the program, with the commit from which it was built if the build names one in `OMNIGRPO_COMMIT`.
+pub fn version() -> String {
+    let version = env!("CARGO_PKG_VERSION");
+    match option_env!("OMNIGRPO_COMMIT").filter(|commit| !commit.is_empty()) {
+        Some(commit) => format!("{version} ({commit})"),
+        None => version.to_owned(),
+    }
+}
+
 /// Name and value of a metric. The value is `None` if there was nothing to measure; `None`, NaN and infinities are written as
 /// `null`.
 pub type Metric = (String, Option<f64>);

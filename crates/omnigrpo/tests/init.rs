@@ -265,3 +265,117 @@ fn a_large_run_is_made_to_fit() {
         .fails(1, &["this run does not fit into memory", "with `--gradient_checkpointing` it takes"]);
     assert!(!place.exists("other.yaml"));
 }
+
+/// Lines of rows that ask for a sum.
+fn sums(count: u64) -> String {
+    let row = |at: u64| json!({"problem": format!("What is {at} + 1?"), "solution": (at + 1).to_string()});
+    (0..count).map(|at| row(at).to_string() + "\n").collect()
+}
+
+#[test]
+fn enough_rows_are_held_out_or_the_file_says_what_few_tell() {
+    let place = Place::new();
+    for (count, line) in [
+        (39, None),
+        (100, Some("val_split_ratio: 0.25 ")),
+        (200, Some("val_split_ratio: 0.25 ")),
+        (1000, Some("val_split_ratio: 0.05 ")),
+        (5000, Some("val_split_ratio: 0.04 ")),
+    ] {
+        place.write("sums.jsonl", sums(count));
+        let file = format!("of-{count}.yaml");
+        place
+            .run(&format!(
+                "init --model_name_or_path M --train_file sums.jsonl --allow_text_only --output {file}"
+            ))
+            .ok();
+        let text = place.text(&file);
+        let found = text.lines().find(|own| own.starts_with("val_split_ratio"));
+        assert_eq!(found.is_some(), line.is_some(), "{count}: {text}");
+        assert!(line.is_none_or(|line| found.unwrap().starts_with(line)), "{count}: {found:?}");
+        assert_eq!(text.contains("eval_on_start: true"), line.is_some(), "{text}");
+        // Of 100 rows, 25 are held out. 1.96 · √(2 · ½ · ½ / 25) is 0.28.
+        let warned = found.is_some_and(|own| own.contains("only 25 rows") && own.contains("below 28 points"));
+        assert_eq!(warned, count == 100, "{found:?}");
+    }
+}
+
+#[test]
+fn a_run_is_prepared_for_a_card_that_is_elsewhere() {
+    let place = Place::new();
+    place.write("sums.jsonl", sums(400));
+    let line = "init --model_name_or_path M --train_file sums.jsonl --allow_text_only --device cuda";
+    let ran = place.run(&format!("{line} --gpu_memory 24GB")).ok();
+    let card = "on a GPU with 165 TFLOP/s and 1008 GB/s (`--gpu_rates rtx-4090`)";
+    assert!(ran.stderr.contains("the first result, after 20 steps, takes about"), "{}", ran.stderr);
+    assert!(ran.stderr.contains(card), "{}", ran.stderr);
+    let text = place.text("omnigrpo.yaml");
+    assert!(text.contains("device: cuda") && text.contains(card), "{text}");
+    assert!(!text.contains("\ngpu_memory") && !text.contains("within an hour"), "{text}");
+
+    // The time of a plan is that of the rates: with half of each, it doubles.
+    let time = |rates: &str| -> Value {
+        place
+            .run(&format!("plan --config omnigrpo.yaml --gpu_memory 24GB --gpu_rates {rates} --json p.json"))
+            .ok();
+        serde_json::from_str::<Value>(&place.text("p.json")).unwrap()["time"].clone()
+    };
+    let step = |rates: &str| time(rates)["with_completions"][0]["step_secs"].as_f64().unwrap();
+    let (whole, half) = (step("100,1000"), step("50,500"));
+    assert!(whole > 0.0 && (half / whole - 2.0).abs() < 1e-9, "{whole} {half}");
+    assert!(step("h100") < step("rtx-4080"));
+    let phases = time("100,1000")["with_completions"][0]["phases"].clone();
+    let phase = |name: &str| phases[name].as_f64().unwrap();
+    // All weights are trained: two products in the backward pass for each one forward.
+    assert!((phase("backward") / phase("forward") - 2.0).abs() < 1e-9, "{phases}");
+    place
+        .run("plan --config omnigrpo.yaml --gpu_memory 24GB --gpu_rates 100")
+        .fails(2, &["these are no rates of a GPU", "`rtx-4090`", "165,1008"]);
+
+    // On a slow card, the run becomes smaller until its first result comes within an hour.
+    let slow = format!("{line} --gpu_memory 24GB --gpu_rates 0.00015,0.005");
+    let ran = place.run(&format!("{slow} --output slow.yaml")).ok();
+    let quicker = |file: &str| -> Vec<String> {
+        let text = place.text(file);
+        let of_time = |own: &&str| own.ends_with("# so that the first result comes within an hour");
+        text.lines()
+            .filter(of_time)
+            .map(|own| own.split_whitespace().take(2).collect::<Vec<_>>().join(" "))
+            .collect()
+    };
+    assert_eq!(quicker("slow.yaml"), ["per_device_train_batch_size: 4"], "{}", ran.stderr);
+    assert!(ran.stderr.contains("after 20 steps, takes about 4"), "minutes: {}", ran.stderr);
+    // What is given stays, so another setting becomes smaller.
+    place.run(&format!("{slow} --per_device_train_batch_size 8 --output kept.yaml")).ok();
+    assert_eq!(quicker("kept.yaml"), ["num_generations: 4"]);
+    // With less than any of them can do, the messages say so.
+    let ran =
+        place.run(&format!("{line} --gpu_memory 24GB --gpu_rates 0.000001,0.0001 --output late.yaml")).ok();
+    assert_eq!(quicker("late.yaml").len(), 3);
+    assert!(ran.stderr.contains(" h; a smaller model, fewer pixels or a GPU"), "{}", ran.stderr);
+}
+
+/// The changes that a newcomer makes first: another reward, and a flag that is already on the line.
+#[test]
+fn the_written_file_takes_changes_on_the_command_line() {
+    let place = Place::new();
+    place.write("sums.jsonl", rows("How many?", &["3", "12"], true));
+    place.run("init --model_name_or_path M --train_file sums.jsonl").ok();
+    assert!(place.text("omnigrpo.yaml").contains("accuracy_mode: [math]"));
+    let line = "train --config omnigrpo.yaml --dry_run --reward_funcs random --max_steps 8 --max_steps 4";
+    let ran = place.run(line).ok();
+    for part in
+        ["`accuracy_mode` ", "omnigrpo.yaml:", " is not used: ", "`--max_steps` is given several times"]
+    {
+        assert!(ran.stderr.contains(part), "{part}: {}", ran.stderr);
+    }
+    let printed = place.run(&line.replace("--dry_run", "--print_config")).ok();
+    assert!(printed.stdout.contains("max_steps: 4 "), "{}", printed.stdout);
+    // A line that has no effect in the file itself is still an error.
+    let text =
+        place.text("omnigrpo.yaml").replace("reward_funcs: [accuracy, format]", "reward_funcs: [random]");
+    place.write("wrong.yaml", text);
+    place
+        .run("train --config wrong.yaml --dry_run")
+        .fails(2, &["`accuracy_mode` has no effect", "wrong.yaml:"]);
+}

@@ -196,3 +196,60 @@ fn a_random_key_is_printed_and_mistakes_are_named() {
         .fails(1, &[&format!("127.0.0.1:{port} cannot be served"), "another port"]);
     place.run("serve M --num_generations 2").fails(2, &["num_generations"]);
 }
+
+/// Sends a request for the models with this `Host` and returns the status.
+fn status_for(url: &str, host: &str, key: &str) -> u16 {
+    let agent = ureq::Agent::config_builder().http_status_as_error(false).build().new_agent();
+    let request = agent.get(format!("{url}/models")).header("Host", host);
+    request.header("Authorization", format!("Bearer {key}")).call().unwrap().status().as_u16()
+}
+
+#[test]
+fn another_machine_needs_a_key_and_a_name_that_is_allowed() {
+    let place = Place::new();
+    place.run("serve M --port 0 --host 0.0.0.0").fails(
+        2,
+        &["other machines could reach `serve`, and it has no key", "`host` 0.0.0.0", "OMNIGRPO_API_KEY"],
+    );
+    place.run("serve M --port 0 --host node7").fails(2, &["no address of a machine", "`--allowed_hosts`"]);
+    place.run("serve M --allowed_hosts *").fails(2, &["no name of a machine", "`*`"]);
+    place.run("serve M --allowed_hosts node7:80").fails(2, &["names without a port"]);
+
+    let open = Serving::start(&place, "M --host 0.0.0.0");
+    for (host, expected) in [("10.1.2.3", 200), ("localhost:80", 200), ("node7", 421), ("evil.example", 421)]
+    {
+        assert_eq!(status_for(&open.url, host, KEY), expected, "{host}");
+    }
+    assert_eq!(status_for(&open.url, "10.1.2.3", "wrong"), 401);
+    let named = Serving::start(&place, "M --allowed_hosts node7,gpu.example.org");
+    for (host, expected) in [("NODE7:8000", 200), ("gpu.example.org", 200), ("node8", 421), ("10.1.2.3", 421)]
+    {
+        assert_eq!(status_for(&named.url, host, KEY), expected, "{host}");
+    }
+}
+
+#[test]
+fn prometheus_needs_a_key_beyond_this_machine() {
+    let place = Place::new();
+    let line = "train --model M --train_file rows.jsonl --reward_funcs random --report_to prometheus --prometheus_port 0 \
+                --max_steps 200 --num_generations 2 --max_completion_length 4 --output_dir run --host 0.0.0.0 --threads 1";
+    place.run(line).fails(2, &["other machines could reach Prometheus, and it has no key"]);
+    place
+        .run(&line.replace("--report_to prometheus --prometheus_port 0 ", ""))
+        .fails(2, &["`host` has no effect", "there is no server"]);
+    let mut command = place.command(line);
+    let child = command.env("OMNIGRPO_API_KEY", KEY).stderr(Stdio::piped()).stdout(Stdio::null()).spawn();
+    let mut child = child.unwrap();
+    let lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
+    let address = lines.map(|line| line.split_once("for Prometheus: ").map(|(_, url)| url.trim().to_owned()));
+    let address = address.flatten().next().unwrap();
+    let agent = ureq::Agent::config_builder().http_status_as_error(false).build().new_agent();
+    let status = |key: &str| {
+        let request = agent.get(&address).header("Authorization", format!("Bearer {key}"));
+        request.call().unwrap().status().as_u16()
+    };
+    let found = (status("wrong"), status(KEY));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(found, (401, 200));
+}

@@ -9,10 +9,10 @@ use serde_json::json;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Address that cannot be served.
-    #[error("127.0.0.1:{port} cannot be served: {source}; choose another port, or 0 for a free one")]
+    #[error("{place} cannot be served: {source}; choose another port, or 0 for a free one")]
     Listen {
-        /// Requested port.
-        port: u16,
+        /// Requested address.
+        place: String,
         /// Error of the system.
         source: std::io::Error,
     },

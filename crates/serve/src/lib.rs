@@ -5,7 +5,7 @@
 //! others decode, and leaves when it is complete or its client disconnects. Its bits do not depend on other requests.
 //!
 //! # Security
-//! The server listens on loopback and requires a key in the header `Authorization`. It refuses requests that a web page of another
+//! The server listens on loopback, unless the caller gives another address, and requires a key in the header `Authorization`. It refuses requests that a web page of another
 //! origin sends. Media are given as `data:` addresses, or by address if downloads are allowed; no file of this machine is read.
 //! [`omnigrpo_http`] limits what clients can send, and the number and size of waiting requests are limited here.
 
@@ -16,7 +16,6 @@ mod reply;
 mod request;
 
 use std::collections::{BTreeMap, VecDeque};
-use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -26,6 +25,7 @@ use hyper::StatusCode;
 use hyper::header::{ALLOW, CACHE_CONTROL, HeaderName, X_CONTENT_TYPE_OPTIONS};
 use omnigrpo_data::ReadOptions;
 use omnigrpo_guard::{Errand, guarded, told};
+pub use omnigrpo_http::Place;
 use omnigrpo_http::head::Origin;
 use omnigrpo_http::{Answer, Http, Limits, Request, Service, token};
 use omnigrpo_models::{Model, PromptBuilder};
@@ -67,8 +67,8 @@ static FIELDS: [(HeaderName, &str); 2] = [(X_CONTENT_TYPE_OPTIONS, "nosniff"), (
 pub struct Options {
     /// Name of the model in requests and responses.
     pub name: String,
-    /// Port on 127.0.0.1; 0 selects a free one.
-    pub port: u16,
+    /// Address at which the server listens. Beyond this machine, give a key.
+    pub place: Place,
     /// Key that requests must have; `None` creates a random one.
     pub key: Option<String>,
     /// Sampling parameters of a request that does not give them.
@@ -86,6 +86,7 @@ pub struct Options {
 
 /// A server of one model.
 pub struct Server {
+    url: String,
     http: Http,
     app: Arc<App>,
     arrivals: Receiver<Arrival>,
@@ -120,7 +121,7 @@ impl Server {
     /// # Errors
     /// Returns an error if the port cannot be served or the system gives no random numbers.
     pub fn start(prompts: PromptBuilder, options: Options) -> Result<Self, Error> {
-        let Options { name, port, key, sampling, max_live, max_bytes, read, trim } = options;
+        let Options { name, place, key, sampling, max_live, max_bytes, read, trim } = options;
         let (sender, arrivals) = channel();
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let app = Arc::new(App {
@@ -152,14 +153,15 @@ impl Server {
             let work = move || while own.prepare_next() {};
             std::thread::Builder::new().name("prepare".to_owned()).spawn(work).map_err(Error::Thread)?;
         }
-        let http = Http::start("serve", (Ipv4Addr::LOCALHOST, port), limits, serving)
-            .map_err(|source| Error::Listen { port, source })?;
-        Ok(Self { http, app, arrivals, trim })
+        let http = Http::start_at("serve", &place, limits, serving)
+            .map_err(|source| Error::Listen { place: place.to_string(), source })?;
+        let url = format!("http://{}/v1", place.address(http.address().port()));
+        Ok(Self { url, http, app, arrivals, trim })
     }
 
     /// Returns the address for clients, such as `http://127.0.0.1:8000/v1`.
     pub fn url(&self) -> String {
-        format!("http://{}/v1", self.http.address())
+        self.url.clone()
     }
 
     /// Returns the key that clients must send.

@@ -59,6 +59,9 @@ pub(crate) struct ChatRequest {
     response_format: Option<Value>,
     parallel_tool_calls: Option<bool>,
     modalities: Option<Vec<String>>,
+    skip_special_tokens: Option<bool>,
+    chat_template_kwargs: Option<Map<String, Value>>,
+    reasoning_effort: Option<String>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -175,7 +178,22 @@ impl ChatRequest {
             "the model decides how many tools it calls",
         )?;
         let spoken = self.modalities.as_ref().is_some_and(|list| list.iter().any(|kind| kind != "text"));
-        refuse(spoken, "modalities", "the model answers with text")
+        refuse(spoken, "modalities", "the model answers with text")?;
+        refuse(
+            self.skip_special_tokens == Some(false),
+            "skip_special_tokens",
+            "an answer never has special tokens, so true is the value that works",
+        )?;
+        refuse(
+            self.chat_template_kwargs.as_ref().is_some_and(|own| !own.is_empty()),
+            "chat_template_kwargs",
+            "start the server with --chat_template_kwargs, which all requests then have",
+        )?;
+        refuse(
+            self.reasoning_effort.is_some(),
+            "reasoning_effort",
+            "leave it out, or start the server with the variable of its template in --chat_template_kwargs",
+        )
     }
 
     /// Returns true if the model may call tools.

@@ -15,7 +15,7 @@ use base64::Engine as _;
 use omnigrpo_data::{Fetch, ReadOptions, RowReader};
 use omnigrpo_models::{Checkpoint, LoadOptions, Model, ModelError, PromptBuilder, PromptSettings};
 use omnigrpo_rollout::{Completion, GenerateOptions, Generator, Request, SamplingParams};
-use omnigrpo_serve::{Options, Server};
+use omnigrpo_serve::{Options, Place, Server};
 use omnigrpo_testkit::{checkpoint, golden};
 use serde_json::{Value, json};
 
@@ -53,7 +53,7 @@ impl Served {
             let (model, prompts) = open(name);
             let options = Options {
                 name: "tiny".to_owned(),
-                port: 0,
+                place: Place::local(0),
                 key: Some("secret".to_owned()),
                 sampling: SamplingParams { max_completion_length: 12, ..SamplingParams::default() },
                 max_live,

@@ -32,6 +32,8 @@ pub struct Layer {
     pub changing: Vec<(String, String)>,
     /// Mistakes found while reading the source.
     pub problems: Vec<Problem>,
+    /// Notes for the user.
+    pub notes: Vec<String>,
     /// Settings that a setting of another trainer became, each with that setting as written.
     pub became: Vec<(&'static str, String)>,
 }
@@ -58,9 +60,11 @@ impl Layer {
         given.and_then(|given| if let Value::Text(text) = &given.value { Some(text.as_str()) } else { None })
     }
 
-    /// Reads entries of the command line of a verb or of a file.
-    pub fn read(entries: Vec<Entry>, verb: Option<Verb>) -> Self {
+    /// Reads entries of the command line of a verb or of a file. Of a flag that the command line repeats, the last value counts, and a note
+    /// says so.
+    pub fn read(mut entries: Vec<Entry>, verb: Option<Verb>) -> Self {
         let mut layer = Self::default();
+        layer.notes = leave_last(&mut entries);
         // Settings implied by other settings. They are added after all entries are read, when it is known which settings are
         // given directly.
         let mut becoming = Vec::new();
@@ -205,6 +209,27 @@ impl Layer {
                 .help("leave it out to use the default")),
         }
     }
+}
+
+/// Removes the entries of the command line that a later one repeats. Returns a note for each flag that is repeated.
+fn leave_last(entries: &mut Vec<Entry>) -> Vec<String> {
+    let name = |entry: &Entry| entry.name.replace('-', "_");
+    let (mut kept, mut notes): (Vec<Entry>, Vec<String>) = (Vec::new(), Vec::new());
+    for entry in std::mem::take(entries) {
+        let is_same = |other: &Entry| other.origin == Origin::Flag && name(other) == name(&entry);
+        match kept.iter().position(is_same).filter(|_| entry.origin == Origin::Flag) {
+            Some(at) => {
+                let note = format!("`{}` is given several times: the last value counts", entry.shown());
+                kept[at] = entry;
+                if !notes.contains(&note) {
+                    notes.push(note);
+                }
+            }
+            None => kept.push(entry),
+        }
+    }
+    *entries = kept;
+    notes
 }
 
 impl Entry {

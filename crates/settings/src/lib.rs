@@ -21,6 +21,7 @@
 //! ```
 
 pub mod binding;
+pub mod cards;
 pub mod config;
 pub mod deepspeed;
 pub mod environment;
@@ -50,8 +51,8 @@ pub use resolve::resolve;
 pub use rules::is_reward;
 pub use rules::needs;
 pub use run::{
-    Backend, Batch, Bench, DeviceChoice, Io, Keep, Log, ModelSource, Push, REGISTRY, Rewards, Rows, Settings,
-    is_on_hub, of_caller,
+    Backend, Batch, Bench, DeviceChoice, Io, Keep, Log, ModelSource, Network, Push, REGISTRY, Rewards, Rows,
+    Settings, is_on_hub, of_caller,
 };
 pub use schema::schema;
 pub use values::{Given, Origin, Resolved, Value, Values};

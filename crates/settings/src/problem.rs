@@ -278,7 +278,7 @@ mod tests {
             (Box::new(Corpus::default().or_kept(folder).map(drop).unwrap_err()), 2),
             (Box::new(reward.map(drop).unwrap_err()), 2),
             (Box::new(omnigrpo_observe::write_atomic(&missing.join("x\0"), |_| Ok(())).unwrap_err()), 2),
-            (Box::new(omnigrpo_watch::Error::Serve { port: 1, source: not_there() }), 2),
+            (Box::new(omnigrpo_watch::Error::Serve { place: "x".into(), source: not_there() }), 2),
         ]
     }
 

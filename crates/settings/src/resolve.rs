@@ -34,7 +34,7 @@ pub fn resolve(verb: Verb, given: Layer, env: Environment) -> Result<Resolved, P
         }
     };
     this.fill_recipe(&settings);
-    let idle = this.leave_out_idle(&settings);
+    let idle = this.leave_out_idle(&settings, &env);
     let settings = Settings::from_values(&this.values, env)?;
     let Resolution { mut values, mut problems, dropped, changing, mut notes, .. } = this;
     problems.extend(rules::check(verb, &settings));
@@ -62,6 +62,8 @@ struct Resolution {
     defaults: Values,
     /// Values with the preset alone.
     of_preset: Values,
+    /// Values with the preset and the file, without the given settings.
+    of_file: Values,
     problems: Vec<Problem>,
     /// Settings of other trainers without effect, each with the reason.
     dropped: Vec<(String, String)>,
@@ -82,10 +84,15 @@ impl Resolution {
         if let Some(name) = env.exp_name.clone().filter(|_| trains_user_model) {
             values.fill("exp_name", Value::Text(name), Origin::Environment("EXP_NAME"));
         }
-        let (defaults, of_preset) = (values.clone(), values.clone());
+        let (defaults, of_preset, of_file) = (values.clone(), values.clone(), values.clone());
         let (problems, dropped, changing) = (Vec::new(), Vec::new(), Vec::new());
-        let mut this = Self { verb, values, defaults, of_preset, problems, dropped, changing, notes };
-        for layer in [preset, file, given] {
+        let mut this =
+            Self { verb, values, defaults, of_preset, of_file, problems, dropped, changing, notes };
+        for (at, layer) in [preset, file, given].into_iter().enumerate() {
+            if at == 2 {
+                this.of_file = this.values.clone();
+            }
+            this.notes.extend(layer.notes);
             this.problems.extend(layer.problems);
             this.dropped.extend(layer.dropped);
             this.changing.extend(layer.changing);
@@ -134,9 +141,15 @@ impl Resolution {
     }
 
     /// Resets the settings without effect in this run, and returns them with the reasons. A setting that the user gave is a
-    /// problem, or a note if another setting overrides it.
-    fn leave_out_idle(&mut self, settings: &Settings) -> Vec<(&'static str, String)> {
+    /// problem. It is a note if another setting overrides it, or if it is a line of a file that has an effect without the command line.
+    fn leave_out_idle(&mut self, settings: &Settings, env: &Environment) -> Vec<(&'static str, String)> {
         let mut idle = Vec::new();
+        let mut of_file = self.of_file.clone();
+        presets::complete(&mut of_file);
+        deepspeed_file(&mut of_file);
+        let of_file = Settings::from_values(&of_file, env.clone()).ok();
+        let verb = self.verb;
+        let works_in_file = |when: flags::Idle| of_file.as_ref().is_some_and(|own| when(own, verb).is_none());
         let taken = flags::all().filter(|flag| flag.is_of(self.verb));
         for (flag, when, overridden) in taken.flat_map(|f| [(f, f.overridden, true), (f, f.idle, false)]) {
             let Some(why) = when(settings, self.verb) else { continue };
@@ -145,6 +158,8 @@ impl Resolution {
                 let shown = explain::yaml(&value);
                 if overridden {
                     self.notes.push(format!("`{}` {shown} is not used: {why}", flag.name));
+                } else if let (Origin::Config(place), true) = (&origin, works_in_file(when)) {
+                    self.notes.push(format!("`{}` {shown} of {place} is not used: {why}", flag.name));
                 } else {
                     let problem = Problem::usage(format!("`{}` has no effect in this run", flag.name))
                         .got(shown)

@@ -8,7 +8,7 @@ use omnigrpo_guard::names::{nearest, shown};
 use omnigrpo_scorers::RewardModel;
 use omnigrpo_train::{EvalWhen, SaveWhen, Selection};
 
-use crate::flags::Verb::{self, Demo, Eval, Export, Generate, Sft, Train};
+use crate::flags::Verb::{self, Demo, Eval, Export, Generate, Serve, Sft, Train, Watch};
 use crate::names::{ExportFormat, Tracker};
 use crate::problem::Problem;
 use crate::values::{Value, Values};
@@ -96,12 +96,42 @@ const fn rule_in(verbs: &'static [Verb], check: fn(&Settings) -> Vec<Problem>) -
     Rule { verbs, check }
 }
 
+/// Returns a problem if other machines could reach a server that has no key.
+fn without_key(s: &Settings, server: &str) -> Vec<Problem> {
+    when(!s.network.host.is_loopback() && s.env.api_key.is_none(), || {
+        Problem::usage(format!("other machines could reach {server}, and it has no key"))
+            .got(format!("`host` {}", s.network.host))
+            .expected("a key in OMNIGRPO_API_KEY, which clients send as `Authorization: Bearer KEY`")
+            .help("export OMNIGRPO_API_KEY=$(openssl rand -hex 16)")
+    })
+}
+
 fn when(wrong: bool, problem: impl FnOnce() -> Problem) -> Vec<Problem> {
     wrong.then(problem).into_iter().collect()
 }
 
 /// Every contradiction, in the order of the messages.
 const RULES: &[Rule] = &[
+    rule_in(&[Serve], |s| without_key(s, "`serve`")),
+    rule_in(&[Train, Sft, Demo], |s| match s.reports_to(Tracker::Prometheus) {
+        true => without_key(s, "Prometheus"),
+        false => Vec::new(),
+    }),
+    rule_in(&[Train, Sft, Demo, Watch, Serve], |s| {
+        let is_name = |name: &String| {
+            let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_');
+            !name.is_empty() && !name.starts_with(['.', '-']) && name.chars().all(is_plain)
+        };
+        let wrong = s.network.allowed_hosts.iter().find(|name| !is_name(name));
+        wrong
+            .map(|name| {
+                Problem::usage("`allowed_hosts` has something that is no name of a machine")
+                    .got(format!("`{}`", shown(name)))
+                    .expected("names without a port, such as `node7` or `gpu.example.org`")
+            })
+            .into_iter()
+            .collect()
+    }),
     rule_in(&[Train, Demo], |s| {
         when(
             lone_completions(s) && s.algorithm.loss.beta == 0.0 && s.algorithm.loss.entropy_coef == 0.0,

@@ -6,6 +6,7 @@
 //! The structs do not derive `PartialEq`: the derived code would read every field, and the compiler could no longer report a
 //! setting that no verb uses.
 
+use std::net::{IpAddr, Ipv4Addr};
 use std::path::{Path, PathBuf};
 
 use omnigrpo_data::{ReadOptions, Roots};
@@ -16,7 +17,7 @@ use omnigrpo_ranks::PATIENCE;
 use omnigrpo_rewards::{AccuracyMode, RewardOptions};
 use omnigrpo_rollout::TurnLimits;
 use omnigrpo_scorers::ScorerOptions;
-use omnigrpo_train::{AdamWConfig, Algorithm, EvalOptions, EvalWhen, RunPlan, Selection};
+use omnigrpo_train::{AdamWConfig, Algorithm, CardRates, EvalOptions, EvalWhen, RunPlan, Selection};
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value as Json};
 
@@ -171,6 +172,8 @@ pub struct ModelSource {
     pub ref_load_in_4bit: bool,
     /// Memory of a card that `plan` assumes instead of opening one, bytes.
     pub gpu_memory: Option<u64>,
+    /// Rates of a card whose times `plan` predicts, with the text that gives them.
+    pub gpu_rates: Option<(String, CardRates)>,
     pub adapter: Option<PathBuf>,
     pub merge: bool,
     pub layout: Option<String>,
@@ -312,6 +315,21 @@ pub struct Log {
     pub gpu: bool,
 }
 
+/// Address at which the servers of a command listen.
+#[derive(Clone, Debug)]
+pub struct Network {
+    /// Address; loopback by default.
+    pub host: IpAddr,
+    /// Names by which clients may call the servers, beside addresses.
+    pub allowed_hosts: Vec<String>,
+}
+
+impl Default for Network {
+    fn default() -> Self {
+        Self { host: IpAddr::V4(Ipv4Addr::LOCALHOST), allowed_hosts: Vec::new() }
+    }
+}
+
 /// Endpoint of `serve`.
 #[derive(Clone, Debug)]
 pub struct Serving {
@@ -409,6 +427,8 @@ pub struct Settings {
     pub push: Push,
     /// Trackers.
     pub log: Log,
+    /// Address of the servers.
+    pub network: Network,
     /// Endpoint of `serve`.
     pub serve: Serving,
     /// Workload of `bench`.
@@ -459,6 +479,7 @@ impl Default for Settings {
             eval: EvalOptions::default(),
             push: Push::default(),
             log: Log { report_to: vec![Tracker::Jsonl], prometheus_port: 9464, ..Log::default() },
+            network: Network::default(),
             serve: Serving { port: 8000, name: None },
             bench: Bench {
                 num_images: 1,

@@ -6,6 +6,7 @@
 mod alike;
 mod bucket;
 mod buffer;
+mod card;
 pub mod checkpoint;
 pub mod checks;
 mod error;
@@ -53,6 +54,7 @@ mod timing;
 
 pub use alike::check as check_ranks;
 pub use buffer::BufferState;
+pub use card::{CardRates, Speed};
 pub use error::{Refusal, Result, SETTINGS, TrainError};
 pub use evaluate::{Batch, EvalOptions, EvalPlan, Evaluation, Judged, eval_row, evaluate, evaluate_rest};
 pub use external::{Peer, environment, environment_of};

@@ -149,7 +149,7 @@ impl Card {
         let plural = if self.num_steps == 1 { "" } else { "s" };
         text.push_str(&format!(
             "{what} `{base}`{at} with omnigrpo {}: {} step{plural} of {}.\n\n",
-            env!("CARGO_PKG_VERSION"),
+            omnigrpo_observe::version(),
             self.num_steps,
             self.how
         ));

@@ -12,13 +12,14 @@ use std::sync::atomic::AtomicBool;
 use omnigrpo_data::Dataset;
 use omnigrpo_models::{Model, ModelError, PromptBuilder, TensorDigests};
 use omnigrpo_observe::{Console, RunLock, Trackers};
-use omnigrpo_ops::{Card, Device, Param, Rates};
+use omnigrpo_ops::{Card, Device, Param};
 use omnigrpo_rewards::{Corpus, RewardSet, answer_reward};
 use omnigrpo_rollout::Interaction;
 use omnigrpo_text::Tokenizer;
 use serde_json::{Map, Value, json};
 
 use crate::alike;
+use crate::card::{Speed, step_time_on};
 use crate::checks::{self, LONGEST};
 use crate::error::{LENGTH_BONUS, ORDER_BONUS, REWARDS, Refusal, Result, SYNC_REFERENCE};
 use crate::evaluate::EvalPlan;
@@ -612,24 +613,46 @@ impl Prepared {
         })
     }
 
-    /// Predicts the time of a step and of an evaluation batch on this machine's CPU, for completions of the given length in
+    /// Predicts the time of a step and of an evaluation batch on this machine's CPU or on a card, for completions of the given length in
     /// tokens.
     ///
     /// # Errors
     /// Returns an error if the settings cannot be used with this model.
-    pub fn step_time(&self, completion_tokens: usize, rates: &mut Rates) -> Result<StepTime> {
-        let mut algorithm = self.run.algorithm.clone();
+    pub fn step_time(&self, completion_tokens: usize, speed: &mut Speed) -> Result<StepTime> {
+        self.step_time_of(&self.variant(), &self.typical, completion_tokens, speed)
+    }
+
+    /// Returns the rows by which the time of a step is predicted.
+    pub fn typical(&self) -> &Longest {
+        &self.typical
+    }
+
+    /// Like [`Self::step_time`], for a run that differs in some settings, with `typical` rows.
+    ///
+    /// # Errors
+    /// As [`Self::step_time`].
+    pub fn step_time_of(
+        &self,
+        variant: &Variant<'_>,
+        typical: &Longest,
+        completion_tokens: usize,
+        speed: &mut Speed,
+    ) -> Result<StepTime> {
+        let mut algorithm = variant.algorithm.clone();
         let sampling = &mut algorithm.sampling;
         (sampling.min_completion_length, sampling.max_completion_length) = (0, completion_tokens);
-        let variant = Variant { algorithm: &algorithm, ..self.variant() };
+        let variant = Variant { algorithm: &algorithm, ..*variant };
         let outline = self.outline(&variant)?;
-        let plan = &self.run.plan;
+        let plan = variant.plan;
         let rollout = self.prompts_here(plan) * plan.steps_per_generation;
         // The steps together use every row once.
-        let steps = self.typical.len().div_ceil(rollout).max(1);
+        let steps = typical.len().div_ceil(rollout).max(1);
         let plans: Vec<MemoryPlan<'_>> =
-            (0..steps).map(|step| self.memory_plan(&variant, &self.typical, step * rollout)).collect();
-        step_time(&outline, &plans, plan.num_iterations, rates)
+            (0..steps).map(|step| self.memory_plan(&variant, typical, step * rollout)).collect();
+        match speed {
+            Speed::Measured(rates) => step_time(&outline, &plans, plan.num_iterations, rates),
+            Speed::Card(rates) => Ok(step_time_on(*rates, &outline, &plans, plan.num_iterations)),
+        }
     }
 
     /// Returns the bytes that each rank sends in a step: its share of the gradients in f32, and of the sums or of the updated

@@ -15,6 +15,7 @@ pub(crate) const FILES: &[(&str, &str, &str)] = &[
     ("media.js", JS, include_str!("page/media.js")),
     ("rollouts.js", JS, include_str!("page/rollouts.js")),
     ("rows.js", JS, include_str!("page/rows.js")),
+    ("runs.js", JS, include_str!("page/runs.js")),
     ("shared.js", JS, include_str!("page/shared.js")),
     ("stats.js", JS, include_str!("page/stats.js")),
     ("table.js", JS, concat!("export const CHARTS = ", include_str!("page/table.json"), ";\n")),
@@ -35,7 +36,7 @@ const CSS: &str = "text/css; charset=utf-8";
 const JS: &str = "text/javascript; charset=utf-8";
 
 /// Modules of the page, each after those that it imports.
-const MODULES: [&str; 13] = [
+const MODULES: [&str; 14] = [
     "shared",
     "stats",
     "export",
@@ -48,6 +49,7 @@ const MODULES: [&str; 13] = [
     "rows",
     "evaluations",
     "verdict",
+    "runs",
     "app",
 ];
 

@@ -17,6 +17,12 @@ const MAX_STEPS: usize = 1 << 20;
 const MAX_REWARDS: usize = 64;
 /// Largest size of the summary of an evaluation, in bytes.
 const MAX_SUMMARY_BYTES: u64 = 8 << 20;
+/// Largest number of first and of last steps whose rewards are compared. The span is at most a third of the steps.
+pub(crate) const SPAN: usize = 20;
+/// Smallest number of bytes that are read from the end of a long run. They double until they contain [`SPAN`] steps.
+const END_BYTES: u64 = 64 << 10;
+/// Largest number of bytes that are read from an end of a long run.
+const MAX_END_BYTES: u64 = 16 << 20;
 
 /// Rewards of a run by step, and its evaluations. It grows with `metrics.jsonl`.
 #[derive(Debug, Default)]
@@ -35,6 +41,8 @@ pub(crate) struct Course {
     pub(crate) step: u64,
     /// Step and metrics of each evaluation.
     pub(crate) evaluations: Vec<(u64, Map<String, Value>)>,
+    /// True if steps between the ends of the run were not read.
+    pub(crate) has_gap: bool,
 }
 
 impl Followed for Course {
@@ -67,6 +75,62 @@ impl Followed for Course {
 }
 
 impl Course {
+    /// Reads both ends of a run: as many steps as decide the results of its first and its last steps, and its first and its last
+    /// evaluation. The results are those of the whole course, but nothing between the ends is known.
+    pub(crate) fn ends(run: &Run) -> Result<Self, Error> {
+        let path = run.dir.join(names::METRICS);
+        let mut course = Self::default();
+        if !path.exists() {
+            return Ok(course);
+        }
+        let file = run.open(&path)?;
+        let bytes = file.metadata().map_err(Error::io("look at", &path))?.len();
+        let mut lines = Lines::new(file);
+        let failed = || Error::io("read", &path);
+        // With so many steps, each end has SPAN of them.
+        while course.rewards.len() < 3 * SPAN && course.next < MAX_END_BYTES {
+            let Some((offset, line)) = lines.next().map_err(failed())? else { return Ok(course) };
+            course.next = offset + line.len() as u64 + 1;
+            if let Ok(row) = serde_json::from_slice::<Map<String, Value>>(line) {
+                course.add(row);
+            }
+        }
+        let mut size = END_BYTES;
+        let end = loop {
+            let from = bytes.saturating_sub(size).max(course.next);
+            course.has_gap = from > course.next;
+            let mut lines = Lines::from(run.open(&path)?, from).map_err(failed())?;
+            if course.has_gap {
+                // It is the end of a line.
+                lines.next().map_err(failed())?;
+            }
+            let mut end = Self::default();
+            while let Some((_, line)) = lines.next().map_err(failed())? {
+                if let Ok(row) = serde_json::from_slice::<Map<String, Value>>(line) {
+                    end.add(row);
+                }
+            }
+            if !course.has_gap || end.rewards.len() >= SPAN || size >= MAX_END_BYTES {
+                break end;
+            }
+            size *= 2;
+        };
+        if !end.rewards.is_empty() {
+            course.step = end.step;
+        }
+        course.rewards.extend(end.rewards);
+        course.first_reward.extend(end.first_reward);
+        course.evaluations.extend(end.evaluations);
+        if course.has_gap {
+            let steps = run.steps(names::EVALUATIONS)?;
+            let of_step = |step: &u64| Some((*step, metrics_of(summary(run, *step))?));
+            course.evaluations.extend(steps.iter().find_map(of_step));
+            course.evaluations.extend(steps.iter().rev().find_map(of_step));
+            course.evaluations.sort_by_key(|own| own.0);
+        }
+        Ok(course)
+    }
+
     /// Returns the step and the mean reward of each update. If all are 0, as with a teacher and rewards of weight 0, the first reward
     /// function stands for the total.
     pub(crate) fn rewards(&self) -> &[(u64, f64)] {
@@ -78,11 +142,10 @@ impl Course {
         }
     }
 
-    fn add(&mut self, mut row: Map<String, Value>) {
+    fn add(&mut self, row: Map<String, Value>) {
         let Some(step) = row.get("step").and_then(Value::as_u64) else { return };
         if row.contains_key("eval_rows") {
-            row.retain(|name, value| name.starts_with("eval_") && value.is_number());
-            self.evaluations.push((step, row));
+            self.evaluations.extend(metrics_of(row).map(|metrics| (step, metrics)));
             return;
         }
         self.step = step;
@@ -129,6 +192,8 @@ pub(crate) struct Happened {
     /// Problems that began and have not ended, in order.
     pub(crate) lasting: Vec<TrainingProblem>,
     pub(crate) end: End,
+    /// Times of the first and the last event of each part of the run, from its start or a resumption on, in seconds since 1970.
+    parts: Vec<(i64, i64)>,
 }
 
 impl Happened {
@@ -140,10 +205,28 @@ impl Happened {
         }
         let mut lines = Lines::new(run.open(&path)?);
         while let Some((_, line)) = lines.next().map_err(Error::io("read", &path))? {
-            let Ok(EventRecord { event, .. }) = serde_json::from_slice(line) else { continue };
+            let Ok(EventRecord { event, time, .. }) = serde_json::from_slice(line) else { continue };
+            let begins = matches!(event, Event::Started { .. } | Event::Resumed { .. });
             happened.add(event);
+            let Ok(time) = time.parse::<jiff::Timestamp>().map(jiff::Timestamp::as_second) else { continue };
+            match happened.parts.last_mut().filter(|_| !begins) {
+                Some(part) => part.1 = time,
+                None => happened.parts.push((time, time)),
+            }
         }
         Ok(happened)
+    }
+
+    /// Returns the time for which the run has run, in seconds, without the pauses before it resumed. A part that was killed ends with its
+    /// last event, and the last one with the last step.
+    pub(crate) fn seconds(&self, run: &Run) -> f64 {
+        let mut parts = self.parts.clone();
+        let written = std::fs::metadata(run.dir.join(names::METRICS)).and_then(|meta| meta.modified());
+        let written = written.ok().and_then(|time| jiff::Timestamp::try_from(time).ok());
+        if let (End::None, Some((_, until)), Some(written)) = (&self.end, parts.last_mut(), written) {
+            *until = written.as_second().max(*until);
+        }
+        parts.iter().map(|(from, until)| (until - from).max(0) as f64).sum()
     }
 
     fn add(&mut self, event: Event) {
@@ -181,10 +264,21 @@ pub(crate) struct Intervals {
 impl Intervals {
     /// Reads the intervals of an evaluation; none if its summary is missing.
     pub(crate) fn of(run: &Run, step: u64) -> Self {
-        let path = run.dir.join(names::EVALUATIONS).join(format!("step-{step:06}.summary.json"));
-        let Ok(file) = run.open(&path) else { return Self::default() };
-        let mut text = Vec::new();
-        let read = file.take(MAX_SUMMARY_BYTES).read_to_end(&mut text);
-        read.ok().and_then(|_| serde_json::from_slice(&text).ok()).unwrap_or_default()
+        serde_json::from_value(Value::Object(summary(run, step))).unwrap_or_default()
     }
+}
+
+/// Reads the summary of an evaluation; empty if it is missing or damaged.
+fn summary(run: &Run, step: u64) -> Map<String, Value> {
+    let path = run.dir.join(names::EVALUATIONS).join(format!("step-{step:06}.summary.json"));
+    let Ok(file) = run.open(&path) else { return Map::new() };
+    let mut text = Vec::new();
+    let read = file.take(MAX_SUMMARY_BYTES).read_to_end(&mut text);
+    read.ok().and_then(|_| serde_json::from_slice(&text).ok()).unwrap_or_default()
+}
+
+/// Returns the metrics of an evaluation in a row or a summary; `None` if it is not of an evaluation.
+fn metrics_of(mut row: Map<String, Value>) -> Option<Map<String, Value>> {
+    row.retain(|name, value| name.starts_with("eval_") && value.is_number());
+    row.contains_key("eval_rows").then_some(row)
 }

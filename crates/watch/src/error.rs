@@ -26,10 +26,10 @@ pub enum Error {
         path: PathBuf,
     },
     /// The page cannot be served.
-    #[error("cannot serve the page on 127.0.0.1:{port}; choose another port, or 0 for a free one")]
+    #[error("cannot serve the page on {place}; choose another port, or 0 for a free one")]
     Serve {
-        /// Requested port.
-        port: u16,
+        /// Requested address.
+        place: String,
         /// Error of the operating system.
         source: io::Error,
     },

@@ -11,6 +11,7 @@
 //! rollouts/ ──► catalogue ──► /api/catalogue, spread, joint ──┤
 //! eval/ ──► /api/evaluations, compare ───────────────────────┤
 //! metrics, events, eval/, rollouts/ ──► /api/verdict ─────────┤
+//! both ends of metrics, events, eval/ ──► /api/table ─────────┤
 //! config.yaml ──► /api/runs ──────────────────────────────────┘
 //! growth of metrics.jsonl ──► /api/events (server-sent): the page fetches what is new
 //! ```
@@ -18,8 +19,8 @@
 //! # Security
 //! Rows and completions are untrusted text, and a run directory may come from somebody else.
 //!
-//! - The server listens on loopback, accepts only names of loopback in `Host`, and requires a random token of 128 bits in each
-//!   URL. It only reads files, and [`omnigrpo_http`] limits what clients can send to it. A run that serves its own page also takes requests
+//! - The server listens on loopback unless the caller gives another address, accepts only names of this machine in `Host`, and requires a
+//!   random token of 128 bits in each URL. It only reads files, and [`omnigrpo_http`] limits what clients can send to it. A run that serves its own page also takes requests
 //!   to stop and to save: a `POST` with the token in a header and the origin of the page.
 //! - The page fetches nothing from other servers. Scripts and styles are embedded in the binary, and the content security policy
 //!   of the page allows no others. The page sets text, never markup.
@@ -45,12 +46,14 @@ mod report;
 mod rollouts;
 mod run;
 mod server;
+mod table;
 mod tensorboard;
 mod terminal;
 mod verdict;
 
 pub use board::Board;
 pub use error::Error;
+pub use omnigrpo_http::Place;
 pub use package::{Package, PackageRun, Packaged};
 pub use prometheus::Prometheus;
 pub use report::{Report, curves, report};

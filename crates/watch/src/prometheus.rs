@@ -1,9 +1,8 @@
-//! Endpoint on this machine from which Prometheus scrapes the newest numbers.
+//! Endpoint from which Prometheus scrapes the newest numbers. With a key, requests must have it in `Authorization`.
 
-use std::net::Ipv4Addr;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use omnigrpo_http::{Answer, Http, Limits, Request};
+use omnigrpo_http::{Answer, Http, Limits, Place, Request};
 use omnigrpo_observe::{Metric, Tracked, Tracker};
 
 const KIND: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -18,20 +17,24 @@ pub struct Prometheus {
 }
 
 impl Prometheus {
-    /// Starts the server; port 0 selects a free port.
+    /// Starts the server. With `key`, it answers only requests that have it as `Bearer`.
     ///
     /// # Errors
     /// Returns an error if the server cannot start, for example because the port is in use.
-    pub fn start(port: u16, run: &str) -> Result<Self, String> {
+    pub fn start(place: &Place, key: Option<String>, run: &str) -> Result<Self, String> {
         let page = Arc::new(Mutex::new(String::new()));
         let text = Arc::clone(&page);
+        let is_known = move |request: &Request| key.as_ref().is_none_or(|key| request.has_key(key));
         let work = move |request: &Request| match request.path() {
+            _ if !is_known(request) => {
+                Answer::new(401, KIND, "the key is missing or wrong: Authorization: Bearer KEY\n")
+            }
             "/metrics" => Answer::new(200, KIND, locked(&text).clone()),
             _ => Answer::new(404, KIND, "only GET /metrics\n"),
         };
         let limits = Limits { connections: 32, handlers: 1, ..Limits::default() };
-        let http = Http::start("prometheus", (Ipv4Addr::LOCALHOST, port), limits, work)
-            .map_err(|error| format!("127.0.0.1:{port} cannot be served: {error}"))?;
+        let http = Http::start_at("prometheus", place, limits, work)
+            .map_err(|error| format!("{place} cannot be served: {error}"))?;
         Ok(Self { page, run: run.to_owned(), values: Default::default(), http })
     }
 
@@ -87,7 +90,7 @@ mod tests {
 
     #[test]
     fn the_last_values_are_served_under_their_names() {
-        let mut tracker = Prometheus::start(0, "my \"run\"").unwrap();
+        let mut tracker = Prometheus::start(&Place::local(0), None, "my \"run\"").unwrap();
         let metrics =
             |reward| vec![("rewards/accuracy/mean".to_owned(), reward), ("kl".to_owned(), Some(0.5))];
         tracker.take(&Tracked::Metrics { step: 1, epoch: 0.5, metrics: metrics(Some(0.25)) }).unwrap();
@@ -102,7 +105,7 @@ mod tests {
         assert_eq!(page(), expected);
         tracker.take(&Tracked::Metrics { step: 2, epoch: 0.5, metrics: metrics(None) }).unwrap();
         assert!(!page().contains("accuracy"), "what was not measured is not the old value");
-        let error = Prometheus::start(tracker.port(), "other").err().unwrap();
+        let error = Prometheus::start(&Place::local(tracker.port()), None, "other").err().unwrap();
         assert!(error.contains("cannot be served"), "{error}");
     }
 }

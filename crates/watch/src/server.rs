@@ -2,7 +2,6 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
-use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -12,7 +11,7 @@ use hyper::StatusCode;
 use hyper::header::{self, HeaderName};
 use omnigrpo_guard::{inside, told};
 use omnigrpo_http::head::{Origin, is_secret};
-use omnigrpo_http::{Answer, Http, Limits, Request, Service, token};
+use omnigrpo_http::{Answer, Http, Limits, Place, Request, Service, token};
 use omnigrpo_observe::{Activity, Load};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -27,6 +26,7 @@ use crate::marks::Marks;
 use crate::media::Medium;
 use crate::rollouts::{Filter, Records};
 use crate::run::{MAX_RUNS, MAX_STEPS, Metrics, Run};
+use crate::table::Table;
 use crate::verdict::Verdicts;
 
 /// Interval at which the files of the runs are checked while a page is open.
@@ -99,6 +99,7 @@ pub(crate) struct App {
     curves: AllCurves,
     marks: Marks,
     verdicts: Verdicts,
+    table: Table,
     evaluations: Evaluations,
     listeners: Arc<AtomicUsize>,
     /// Connection to the run in progress; `None` if this server only shows runs.
@@ -121,10 +122,10 @@ impl Server {
     ///
     /// # Errors
     /// Returns an error if a directory contains no run, or if the requested port is in use.
-    pub fn start(directories: &[PathBuf], port: u16) -> Result<Self, Error> {
+    pub fn start(directories: &[PathBuf], place: &Place) -> Result<Self, Error> {
         let (runs, runs_left_out) = Run::newest(directories, MAX_RUNS)?;
         let kept = if let [run] = runs.as_slice() { Address::kept(&run.dir) } else { None };
-        Ok(Self { runs_left_out, ..Self::serve(runs, port, kept, None)? })
+        Ok(Self { runs_left_out, ..Self::serve(runs, place, kept, None)? })
     }
 
     /// Serves a run that is about to begin. `directory` exists and contains no links. [`Self::ADDRESS_FILE`] then contains the URL
@@ -133,10 +134,10 @@ impl Server {
     ///
     /// # Errors
     /// Returns an error if the requested port is in use or the directory cannot be written.
-    pub fn start_live(directory: PathBuf, port: u16, controls: Option<Controls>) -> Result<Self, Error> {
+    pub fn start_live(directory: PathBuf, place: &Place, controls: Option<Controls>) -> Result<Self, Error> {
         let path = directory.join(Self::ADDRESS_FILE);
         let kept = Address::kept(&directory);
-        let mut server = Self::serve(vec![Run { dir: directory }], port, kept, controls)?;
+        let mut server = Self::serve(vec![Run { dir: directory }], place, kept, controls)?;
         write_address(&path, &server.url).map_err(Error::io("write", &path))?;
         server.address_file = Some(path);
         Ok(server)
@@ -144,11 +145,11 @@ impl Server {
 
     fn serve(
         runs: Vec<Run>,
-        port: u16,
+        place: &Place,
         kept: Option<Address>,
         controls: Option<Controls>,
     ) -> Result<Self, Error> {
-        let failed = |source| Error::Serve { port, source };
+        let failed = |source| Error::Serve { place: place.to_string(), source };
         let (wanted, token) = match kept {
             Some(address) => (address.port, address.token),
             None => (0, token().map_err(failed)?),
@@ -160,14 +161,14 @@ impl Server {
             // Only a run in progress takes requests that change something.
             let body_bytes = if has_controls { MAX_BODY_BYTES } else { 0 };
             let limits = Limits { fields: &FIELDS, body_bytes, ..Limits::default() };
-            Http::start("watch", (Ipv4Addr::LOCALHOST, port), limits, Page(app))
+            Http::start_at("watch", &Place { port, ..place.clone() }, limits, Page(app))
         };
-        let http = match port {
+        let http = match place.port {
             0 => start(wanted).or_else(|_| start(0)),
             port => start(port),
         };
         let http = http.map_err(failed)?;
-        let url = format!("http://{}/{token}/", http.address());
+        let url = format!("http://{}/{token}/", place.address(http.address().port()));
         Ok(Self { url, address_file: None, runs_left_out: 0, app, _http: http })
     }
 
@@ -226,7 +227,8 @@ impl Address {
         if mark != mark_of(&found)? {
             return None;
         }
-        let (port, token) = address.strip_prefix("http://127.0.0.1:")?.strip_suffix('/')?.split_once('/')?;
+        let (host, token) = address.strip_prefix("http://")?.strip_suffix('/')?.split_once('/')?;
+        let (_, port) = host.rsplit_once(':')?;
         let is_token =
             token.len() == 32 && token.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
         Some(Self { port: port.parse().ok()?, token: token.to_owned() }).filter(|_| is_token)
@@ -343,6 +345,7 @@ impl App {
             curves: AllCurves::default(),
             marks: Marks::default(),
             verdicts: Verdicts::default(),
+            table: Table::default(),
             evaluations: Evaluations::default(),
             listeners: Arc::default(),
             controls: None,
@@ -440,6 +443,7 @@ impl App {
             }
             "api/curves" => self.curves.of(run, &asked(query)?)?,
             "api/marks" => json!(self.marks.of(run)?),
+            "api/table" => json!(self.table.of(&self.runs)),
             "api/verdict" => json!(self.verdicts.of(run)?),
             "api/steps" => {
                 let (steps, capped) = run.last_steps("rollouts", MAX_STEPS)?;
@@ -649,7 +653,7 @@ mod tests {
         }
         fs::write(root.join("tokens/step-000001.jsonl"), "{\"group\":1,\"sample\":0,\"tokens\":[\"a\"]}\n")
             .unwrap();
-        let server = Server::start(&[root], 0).unwrap();
+        let server = Server::start(&[root], &Place::local(0)).unwrap();
         (directory, server)
     }
 
@@ -700,7 +704,7 @@ mod tests {
         let response = ureq::get(url).call().unwrap();
         assert_eq!(response.headers()["content-security-policy"].to_str().unwrap(), POLICY);
         assert_eq!(response.headers()["x-content-type-options"], "nosniff");
-        let another = Server::start(&[_directory.path().to_owned()], 0).unwrap();
+        let another = Server::start(&[_directory.path().to_owned()], &Place::local(0)).unwrap();
         assert_ne!(
             another.url()[another.url().len() - 33..],
             url[url.len() - 33..],
@@ -740,12 +744,12 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let root = fs::canonicalize(directory.path()).unwrap();
         fs::write(root.join("metrics.jsonl"), "{\"step\":1}\n").unwrap();
-        let live = Server::start_live(root.clone(), 0, None).unwrap();
+        let live = Server::start_live(root.clone(), &Place::local(0), None).unwrap();
         let (url, file) = (live.url().to_owned(), root.join(Server::ADDRESS_FILE));
         assert_eq!(fs::read_to_string(&file).unwrap().lines().next(), Some(&*url));
         assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
         // While the run serves its page, a second server gets the same token and a different port.
-        let second = Server::start(std::slice::from_ref(&root), 0).unwrap();
+        let second = Server::start(std::slice::from_ref(&root), &Place::local(0)).unwrap();
         let token = |url: &str| url.trim_end_matches('/').rsplit_once('/').unwrap().1.to_owned();
         assert_eq!(token(second.url()), token(&url));
         assert_ne!(second.url(), url);
@@ -767,14 +771,21 @@ mod tests {
         assert_eq!([next(), next()], ["event: end\n", "data: {\"how\":\"all 7 steps are done\"}\n"]);
         drop(events);
         drop(live);
-        let again = Server::start(std::slice::from_ref(&root), 0).unwrap();
+        let again = Server::start(std::slice::from_ref(&root), &Place::local(0)).unwrap();
         assert_eq!(again.url(), url);
         drop(again);
-        assert_eq!(Server::start_live(root.clone(), 0, None).unwrap().url(), url, "a run that goes on, too");
+        assert_eq!(
+            Server::start_live(root.clone(), &Place::local(0), None).unwrap().url(),
+            url,
+            "a run that goes on, too"
+        );
 
         // A URL file that others can read, or that contains no valid URL, is not used.
         fs::set_permissions(&file, fs::Permissions::from_mode(0o640)).unwrap();
-        assert_ne!(token(Server::start(std::slice::from_ref(&root), 0).unwrap().url()), token(&url));
+        assert_ne!(
+            token(Server::start(std::slice::from_ref(&root), &Place::local(0)).unwrap().url()),
+            token(&url)
+        );
         fs::set_permissions(&file, fs::Permissions::from_mode(0o600)).unwrap();
         let copy = directory.path().join("copy");
         fs::create_dir(&copy).unwrap();
@@ -916,7 +927,8 @@ mod tests {
         assert_eq!(found["gain"], json!({ "count": 2, "mean": 1.0, "deviation": 0.0 }));
         // Two evaluations of different runs are compared in the same way.
         let (other, _server) = run();
-        let both = Server::start(&[directory.path().to_owned(), other.path().to_owned()], 0).unwrap();
+        let both =
+            Server::start(&[directory.path().to_owned(), other.path().to_owned()], &Place::local(0)).unwrap();
         let found = value(&both, "compare?run=1&other=0&before=2&after=1&limit=1");
         assert_eq!((&found["counts"]["worse"], &found["gain"]["mean"]), (&json!(2), &json!(-1.0)));
         assert!(refused(&both, "compare?run=1&other=2&before=2&after=1").contains("there is no run 2"));
@@ -930,7 +942,7 @@ mod tests {
     fn a_run_that_begins_after_its_page_gets_its_name() {
         let directory = tempfile::tempdir().unwrap();
         let root = fs::canonicalize(directory.path()).unwrap();
-        let server = Server::start_live(root.clone(), 0, None).unwrap();
+        let server = Server::start_live(root.clone(), &Place::local(0), None).unwrap();
         let own = root.file_name().unwrap().to_str().unwrap();
         assert_eq!(value(&server, "runs")[0]["name"], own);
         assert_eq!(get(&format!("{}api/metrics?run=0", server.url()), &[]), (200, Vec::new()));
@@ -944,7 +956,8 @@ mod tests {
         let (directory, server) = run();
         let port =
             server.url().trim_start_matches("http://127.0.0.1:").split('/').next().unwrap().parse().unwrap();
-        let error = Server::start(&[directory.path().to_owned()], port).unwrap_err().to_string();
+        let error =
+            Server::start(&[directory.path().to_owned()], &Place::local(port)).unwrap_err().to_string();
         assert!(error.starts_with(&format!("cannot serve the page on 127.0.0.1:{port}; ")), "{error}");
     }
 

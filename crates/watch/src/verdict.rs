@@ -13,7 +13,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::Error;
-use crate::course::{Course, End, Happened, Intervals};
+use crate::course::{Course, End, Happened, Intervals, SPAN};
 use crate::index::{Lines, Recent};
 use crate::media;
 use crate::rollouts::question;
@@ -21,8 +21,6 @@ use crate::run::{Run, unquoted};
 
 /// Number of held-out rows below which an interval is too wide to tell much.
 const FEW_ROWS: f64 = 50.0;
-/// Largest number of first and of last steps whose rewards are compared.
-const SPAN: usize = 20;
 /// Smallest number of steps after which their rewards are compared.
 const FEWEST_STEPS: usize = 10;
 /// Largest number of completions among which the nearest to its solution is sought.
@@ -182,12 +180,25 @@ enum Change {
     Chance,
 }
 
-struct Results {
-    measure: Measure,
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Results {
+    pub(crate) measure: Measure,
     /// True if the values are shares of the rows.
-    is_share: bool,
-    before: Measured,
-    after: Measured,
+    pub(crate) is_share: bool,
+    pub(crate) before: Measured,
+    pub(crate) after: Measured,
+}
+
+/// Verdict without its details.
+#[derive(Debug)]
+pub(crate) struct Judgement<'a> {
+    pub(crate) kind: Kind,
+    pub(crate) results: Option<Results>,
+    sentence: String,
+    next: String,
+    nothing_new_from: Option<u64>,
+    /// Problem that is the verdict.
+    problem: Option<&'a TrainingProblem>,
 }
 
 impl Results {
@@ -220,18 +231,20 @@ impl Results {
     }
 }
 
-struct Judged<'a> {
-    run: &'a Run,
-    course: &'a Course,
-    happened: &'a Happened,
+/// Run whose files were read for a verdict.
+pub(crate) struct Judged<'a> {
+    pub(crate) run: &'a Run,
+    pub(crate) course: &'a Course,
+    pub(crate) happened: &'a Happened,
 }
 
-impl Judged<'_> {
-    fn verdict(&self) -> Result<Verdict, Error> {
+impl<'a> Judged<'a> {
+    /// Returns the verdict without its details. If the course has a gap, it says nothing about the steps within.
+    pub(crate) fn judgement(&self) -> Judgement<'a> {
         let (course, happened) = (self.course, self.happened);
         let results = self.held_out().or_else(|| self.trained());
         let change = results.as_ref().map(Results::change);
-        let nothing_new_from = nothing_new_from(course.rewards());
+        let nothing_new_from = if course.has_gap { None } else { nothing_new_from(course.rewards()) };
         let state = self.state();
         let is_solved = happened.lasting.iter().any(|own| own.good);
         let problem = happened.lasting.iter().find(|own| !own.good && is_grave(&own.rule, change));
@@ -290,6 +303,12 @@ impl Judged<'_> {
                 (Kind::TooEarly, sentence, next.to_owned())
             }
         };
+        Judgement { kind, results, sentence, next, nothing_new_from, problem }
+    }
+
+    fn verdict(&self) -> Result<Verdict, Error> {
+        let (course, happened) = (self.course, self.happened);
+        let Judgement { kind, results, sentence, next, nothing_new_from, problem } = self.judgement();
         let mut remarks = Vec::new();
         if let Some(results) = results.as_ref().filter(|own| own.measure != Measure::TrainingReward)
             && results.after.rows < FEW_ROWS
@@ -310,7 +329,7 @@ impl Judged<'_> {
         };
         Ok(Verdict {
             kind,
-            state,
+            state: self.state(),
             step: course.step,
             num_steps: happened.num_steps,
             sentence,
@@ -326,7 +345,7 @@ impl Judged<'_> {
         })
     }
 
-    fn state(&self) -> &'static str {
+    pub(crate) fn state(&self) -> &'static str {
         match (&self.happened.end, RunLock::is_held(&self.run.dir)) {
             (End::Finished, _) => "finished",
             (End::Stopped, _) => "stopped",

@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
 use omnigrpo_http::{Answer, Http, Limits, Request, Service};
-use omnigrpo_watch::{Action, Controls, Prometheus, Server};
+use omnigrpo_watch::{Action, Controls, Place, Prometheus, Server};
 
 /// Longer than any limit here; only a server that fails lets a test wait so long.
 const HANGS: Duration = Duration::from_secs(60);
@@ -46,10 +46,10 @@ fn status(answer: &str) -> &str {
 fn served() -> (tempfile::TempDir, (Server, Prometheus), [(SocketAddr, String); 2]) {
     let directory = tempfile::tempdir().unwrap();
     std::fs::write(directory.path().join("metrics.jsonl"), "{\"step\":1}\n").unwrap();
-    let page = Server::start(&[directory.path().to_owned()], 0).unwrap();
+    let page = Server::start(&[directory.path().to_owned()], &Place::local(0)).unwrap();
     let (host, path) = page.url().strip_prefix("http://").unwrap().split_once('/').unwrap();
     let own = (host.parse().unwrap(), format!("/{path}"));
-    let prometheus = Prometheus::start(0, "run").unwrap();
+    let prometheus = Prometheus::start(&Place::local(0), None, "run").unwrap();
     let scraped = (SocketAddr::from(([127, 0, 0, 1], prometheus.port())), "/metrics".to_owned());
     (directory, (page, prometheus), [own, scraped])
 }
@@ -427,7 +427,7 @@ fn only_the_page_of_the_run_stops_it() {
     };
     let controls = Controls { act: Box::new(act), activity: omnigrpo_observe::Activity::default() };
     let root = std::fs::canonicalize(directory.path()).unwrap();
-    let server = Server::start_live(root, 0, Some(controls)).unwrap();
+    let server = Server::start_live(root, &Place::local(0), Some(controls)).unwrap();
     let (host, path) = server.url().strip_prefix("http://").unwrap().split_once('/').unwrap();
     let (address, token) = (host.parse().unwrap(), path.trim_end_matches('/'));
     let post = |method: &str, path: &str, fields: &str| {

@@ -36,7 +36,7 @@ pub(crate) struct Look {
 }
 
 /// Returns the kind of a medium by the extension of its file.
-fn kind_of_extension(extension: &str) -> Option<MediumKind> {
+pub(crate) fn kind_of_extension(extension: &str) -> Option<MediumKind> {
     let extension = extension.to_ascii_lowercase();
     let of = |names: &[&str]| names.contains(&extension.as_str());
     match () {

@@ -32,7 +32,7 @@ mod media;
 pub(crate) mod outputs;
 mod recorded;
 
-pub(crate) use looks::is_base64;
+pub(crate) use looks::{is_base64, kind_of_extension};
 pub(crate) use media::make_absolute;
 
 use std::borrow::Cow;
@@ -49,6 +49,7 @@ use crate::error::{DataError, PROMPT, RowProblem, describe, shorten};
 use crate::question::QuestionTemplate;
 use crate::roots::Resolver;
 use crate::sample::{MediumRef, Origin, Reference, Sample, Think, renumbered};
+use crate::tables;
 
 /// Entry of the table of row formats.
 #[derive(Debug)]
@@ -114,6 +115,8 @@ pub(crate) struct Context<'a> {
     pub(crate) think: Think,
     pub(crate) columns: &'a Map<String, Value>,
     pub(crate) names: &'a ColumnNames,
+    /// Question of a row that has none.
+    pub(crate) question: Option<&'a str>,
     pub(crate) use_audio_in_video: bool,
     pub(crate) empty_questions: bool,
     pub(crate) continue_text_prompts: bool,
@@ -143,6 +146,9 @@ enum RawPart {
 /// Parses one row.
 pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Result<Sample, RowProblem> {
     let mut columns = match value {
+        Value::Object(columns) if tables::is_metadata(context.file) => {
+            tables::rename_files(outputs::unfold(columns))
+        }
         Value::Object(columns) => outputs::unfold(columns),
         other => return Err(column("(the row)", &other, "an object")),
     };
@@ -313,6 +319,9 @@ fn raw_turns(columns: &Map<String, Value>, context: &Context) -> Result<Vec<RawT
     }
     match prompt_of(columns, context) {
         Some((format, name, value)) => (format.turns)(value, name),
+        None if context.question.is_some() => {
+            text_or_conversation(&context.question.unwrap_or_default().into(), "question")
+        }
         None => Err(RowProblem::UnknownFormat {
             columns: shorten(&columns.keys().cloned().collect::<Vec<_>>().join(", ")),
             expected: formats(context)

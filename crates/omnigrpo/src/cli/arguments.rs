@@ -8,6 +8,7 @@ use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint};
 use omnigrpo_guard::names::{nearest, shown};
 
 use super::help;
+use super::verbs::demo;
 use crate::settings::flags::{self, Flag, Kind, Section, Verb};
 use crate::settings::layer::{Entry, Layer};
 use crate::settings::values::{self, Given, Origin, Raw, Resolved, Value};
@@ -43,15 +44,14 @@ where
         Ok(matches) => matches,
         Err(error) => return clap_problem(&error, &known).map(Parsed::Print),
     };
-    let Some((verb, matches)) = chosen(&matches) else {
-        return Err(Problem::usage("no command").help("`omnigrpo --help` lists them"));
-    };
+    let Some((verb, matches)) = chosen(&matches) else { return Ok(Parsed::Print(help_page(&known))) };
     entries.extend(from_matches(verb, matches));
     let mut layer = Layer::read(entries, Some(verb));
     // A verb that takes a list of words cannot have stray words.
     let words = matches.try_get_many::<String>(STRAY).ok().flatten();
     layer.problems.extend(words.into_iter().flatten().map(|word| stray(verb, word)));
-    if let (Verb::Plan, Some(flag)) = (verb, flags::find("dry_run")) {
+    // Both look at a run without starting it.
+    if let (Verb::Plan | Verb::Init, Some(flag)) = (verb, flags::find("dry_run")) {
         layer.given.push(Given { flag, value: Value::Bool(true), origin: Origin::Flag });
     }
     let output = layer.given.iter().find(|g| verb == Verb::Init && g.flag.name == "output").cloned();
@@ -60,6 +60,10 @@ where
     let processes = environment.processes;
     let mut resolved = resolve(verb.runs(), layer, environment)?;
     if print {
+        // The demo has the settings of its recipe.
+        if verb == Verb::Demo {
+            resolved = demo::run_settings(&resolved)?;
+        }
         return Ok(Parsed::Print(print_config(&resolved)));
     }
     if verb == Verb::Init {
@@ -217,7 +221,7 @@ pub enum Shown {
 /// Returns a description of the complete command line for clap.
 pub fn command(shown: Shown) -> Command {
     let root = Command::new("omnigrpo")
-        .version(env!("CARGO_PKG_VERSION"))
+        .version(omnigrpo_observe::version())
         .about("GRPO post-training for models that read, see and hear")
         .after_help(
             "`omnigrpo COMMAND -h` shows the settings of a first run, `--help` all of them, `omnigrpo help SETTING` one.\n\
@@ -228,8 +232,8 @@ pub fn command(shown: Shown) -> Command {
         .term_width(100);
     let mut root = root.subcommand(
         Command::new(HELP)
-            .about("Show the help of a command or of a setting")
-            .arg(Arg::new("words").value_name("COMMAND|SETTING").num_args(0..)),
+            .about("Show the help of a command, of a setting or of a topic such as `lora`")
+            .arg(helped(Arg::new("words").value_name("COMMAND|SETTING|TOPIC").num_args(0..), shown)),
     );
     let mut groups: Vec<Command> = Vec::new();
     for verb in Verb::ALL {
@@ -254,6 +258,18 @@ pub fn command(shown: Shown) -> Command {
         }
     }
     root.subcommands(groups)
+}
+
+/// Adds the words that `help` knows, for completion scripts.
+fn helped(arg: Arg, shown: Shown) -> Arg {
+    if shown != Shown::All {
+        return arg;
+    }
+    let commands = Verb::ALL.iter().filter_map(|verb| verb.words().first().copied());
+    let mut words: Vec<&str> = commands.chain(flags::all().map(|flag| flag.name)).collect();
+    words.sort_unstable();
+    words.dedup();
+    arg.value_parser(PossibleValuesParser::new(words)).hide_possible_values(true)
 }
 
 /// Heading of the settings that `-h` shows.
@@ -395,7 +411,7 @@ fn help_page(args: &[OsString]) -> String {
     command(shown).try_get_matches_from(asked).err().map(|page| page.render().to_string()).unwrap_or_default()
 }
 
-/// Returns the answer to `help`, `help COMMAND` and `help SETTING`.
+/// Returns the answer to `help`, `help COMMAND`, `help SETTING` and `help TOPIC`.
 fn help_on(mut args: Vec<OsString>) -> Result<String, Problem> {
     args.remove(1);
     let words: Vec<String> = args[1..].iter().map(|word| word.to_string_lossy().into_owned()).collect();
@@ -408,6 +424,9 @@ fn help_on(mut args: Vec<OsString>) -> Result<String, Problem> {
     let name = words.join(" ");
     if let Some(flag) = flags::find(name.trim_start_matches("--")) {
         return Ok(help::setting(flag));
+    }
+    if let Some(page) = help::topic(&name) {
+        return Ok(page);
     }
     let commands = Verb::ALL.iter().map(|verb| verb.name()).collect::<Vec<_>>();
     let near = nearest(&name, commands.iter().map(String::as_str).chain(flags::all().map(|flag| flag.name)));
@@ -446,7 +465,7 @@ fn clap_problem(error: &clap::Error, args: &[OsString]) -> Result<String, Proble
             })
         }
         ErrorKind::MissingSubcommand | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            Err(Problem::usage("no command").help("`omnigrpo --help` lists them"))
+            Ok(help_page(args))
         }
         _ => {
             let text = error.render().to_string();

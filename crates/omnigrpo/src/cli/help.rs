@@ -1,7 +1,8 @@
 //! Help texts of settings, and the reference page of all settings.
 
+use super::verbs::demo;
 use crate::settings::explain::{default_text, expected, listed, plain};
-use crate::settings::flags::{Fallback, Flag, Kind, Verb};
+use crate::settings::flags::{Fallback, Flag, Kind, Section, Verb};
 
 /// Returns the placeholder of a flag's value in the help.
 pub const fn placeholder(kind: &Kind) -> &'static str {
@@ -28,13 +29,31 @@ pub fn help(flag: &Flag, verb: Verb, short: bool) -> String {
     if let Kind::Choice(names) | Kind::Choices(names) | Kind::Switch(names) = flag.kind {
         text.push_str(&format!(" [{}]", listed(names, "|")));
     }
-    let default = default_text(flag, verb);
+    let own = (verb == Verb::Demo).then(|| demo::default_of(flag.name)).flatten();
+    let default = own.unwrap_or_else(|| default_text(flag, verb));
     if flag.required.contains(&verb.runs()) {
         text.push_str(" [required]");
     } else if !default.is_empty() {
         text.push_str(&format!(" [default: {default}]"));
     }
     text
+}
+
+/// Returns the settings about a topic: those that have it in a name, and those of a section with it in the title. `None` without any.
+pub fn topic(word: &str) -> Option<String> {
+    let word = word.trim_start_matches("--").to_lowercase().replace('-', "_");
+    let has = |text: &str| text.to_lowercase().split(|c: char| !c.is_alphanumeric()).any(|part| part == word);
+    let is_about = |flag: &Flag| std::iter::once(flag.name).chain(flag.aliases.iter().copied()).any(has);
+    let mut out = String::new();
+    for section in Section::ALL {
+        let whole = has(section.title());
+        for flag in section.rows().iter().filter(|flag| whole || is_about(flag)) {
+            let first = flag.help.split_inclusive(". ").next().unwrap_or_default();
+            out.push_str(&format!("  --{:<30} {}\n", flag.name, first.trim_end()));
+        }
+    }
+    (!word.is_empty() && !out.is_empty())
+        .then(|| format!("Settings about `{word}`:\n\n{out}\n`omnigrpo help SETTING` describes one.\n"))
 }
 
 /// Returns the text that `help SETTING` prints.
@@ -83,7 +102,6 @@ fn default_words(flag: &Flag) -> String {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::settings::flags::Section;
 
     /// Returns the reference page `docs/flags.md`.
     fn reference() -> String {

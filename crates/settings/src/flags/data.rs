@@ -21,7 +21,8 @@ fn no_splits(s: &Settings) -> Option<&'static str> {
 pub const FLAGS: &[Flag] = &[
     row("train_file", Paths(&[',']), at!(data.train_file), TRAIN_ROWS)
         .help(
-            "JSON, JSONL or parquet files of training rows, a folder of parquet tables, or the name of a dataset \
+            "JSON, JSONL, CSV, TSV or parquet files of training rows, a folder of parquet tables, a folder of media with \
+             `metadata.csv` or with a folder for each class, or the name of a dataset \
              on the hub with such tables (`ORG/NAME`), which is fetched if the local cache lacks it.",
         )
         .free(LOOP)
@@ -72,7 +73,7 @@ pub const FLAGS: &[Flag] = &[
         .help("Order of the rows in a pass, by the rewards that they earned in the previous pass.")
         .idle(|s, _| one_pass(s)),
     row("eval_file", Paths(&[',']), at!(data.eval_file), EVAL_ROWS)
-        .help("JSON, JSONL or parquet files of evaluation rows, a folder of tables, or the name of a dataset on the hub.")
+        .help("Files or a folder of evaluation rows, or the name of a dataset on the hub, as `train_file` takes them.")
         .free(LOOP)
         .per_rank(),
     row("eval_dataset_use", Words, at!(data.eval_dataset_use), EVAL_ROWS)
@@ -99,6 +100,9 @@ pub const FLAGS: &[Flag] = &[
         )
         .alias(&["answer_key"])
         .unset("`solution`, `answer`, …, the final turn"),
+    row("question", Text, at!(read.question), READS_ROWS)
+        .help("Question of the rows that have none, such as those of a table of pictures and labels.")
+        .unset("a row without a question is an error"),
     row("image_column", Text, at!(read.columns.image), READS_ROWS)
         .of_media()
         .help("Column with the images.")

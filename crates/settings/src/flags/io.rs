@@ -62,7 +62,7 @@ pub const FLAGS: &[Flag] = &[
         .unset("")
         .required(&[Serve])
         .positional(),
-    row("port", int(0, 65_535), at!(serve.port), &[Serve]).help("Port on 127.0.0.1; 0 takes a free one."),
+    row("port", int(0, 65_535), at!(serve.port), &[Serve]).help("Port on `host`; 0 takes a free one."),
     row("served_model_name", Text, at!(serve.name), &[Serve])
         .help("Name of the model in requests and responses.")
         .unset("`checkpoint` as it is given"),

@@ -3,8 +3,9 @@
 use super::*;
 use crate::names::{Tracker, words};
 use crate::values::Field as _;
-use Kind::{Bool, Choices, Text, Texts};
-use verb::Verb::Watch;
+use Kind::{Bool, Choices, Text, Texts, Words};
+use std::net::{IpAddr, Ipv4Addr};
+use verb::Verb::{Serve, Watch};
 
 /// Flags of this section.
 pub const FLAGS: &[Flag] = &[
@@ -38,7 +39,7 @@ pub const FLAGS: &[Flag] = &[
         .free(LOOP)
         .per_rank(),
     row("prometheus_port", int(0, 65_535), at!(log.prometheus_port), LOOP)
-        .help("Port on 127.0.0.1 where Prometheus finds `/metrics`; 0 takes a free one.")
+        .help("Port on `host` where Prometheus finds `/metrics`; 0 takes a free one.")
         .free(LOOP)
         .idle(|s, _| (!s.reports_to(Tracker::Prometheus)).then_some("`report_to` has no prometheus"))
         .per_rank(),
@@ -50,12 +51,41 @@ pub const FLAGS: &[Flag] = &[
         .free(LOOP)
         .per_rank(),
     row("dashboard_port", int(0, 65_535), at!(log.dashboard_port), &[Train, Sft, Demo, Watch])
-        .help("Port of the page on 127.0.0.1; 0 takes a free one.")
+        .help("Port of the page on `host`; 0 takes a free one.")
         .free(LOOP)
         .idle(|s, verb| match verb {
             Watch => s.log.tui.then_some("`tui` shows no page"),
             _ => (!s.log.dashboard).then_some("`dashboard` is off, so there is no page"),
         })
+        .per_rank(),
+    row(
+        "host",
+        Text,
+        Place {
+            field: "network.host",
+            set: |s, v| {
+                s.network.host = host_of(&take::<String>(v)?)?;
+                Ok(())
+            },
+            get: |s| Some(Value::Text(s.network.host.to_string())),
+        },
+        SERVES,
+    )
+    .help(
+        "Address at which the page, Prometheus and `serve` listen: 127.0.0.1 for this machine alone, 0.0.0.0 for all machines that \
+         reach it. Beyond this machine, `serve` and Prometheus need the key OMNIGRPO_API_KEY; the page's address has a token.",
+    )
+    .free(LOOP)
+    .idle(serves_nothing)
+    .per_rank(),
+    row("allowed_hosts", Words, at!(network.allowed_hosts), SERVES)
+        .help(
+            "Names by which clients may call the page, Prometheus and `serve`, such as `node7,gpu.example.org`. Addresses of this \
+             machine are always allowed. Others get status 421, so that no web page reaches the server under a name of its own.",
+        )
+        .unset("addresses alone")
+        .free(LOOP)
+        .idle(serves_nothing)
         .per_rank(),
     row("tui", Bool, at!(log.tui), &[Watch])
         .help(
@@ -98,3 +128,30 @@ pub const FLAGS: &[Flag] = &[
         )
         .free(LOOP),
 ];
+
+/// Commands that have a server.
+const SERVES: &[Verb] = &[Train, Sft, Demo, Watch, Serve];
+
+/// Returns the reason why a command has no server.
+fn serves_nothing(s: &Settings, verb: Verb) -> Option<&'static str> {
+    match verb {
+        Serve => None,
+        Watch => s.log.tui.then_some("`tui` shows no page"),
+        _ => (!s.log.dashboard && !s.reports_to(Tracker::Prometheus))
+            .then_some("`dashboard` is off and `report_to` has no prometheus, so there is no server"),
+    }
+}
+
+/// Reads the address of a server.
+fn host_of(text: &str) -> Result<IpAddr, Problem> {
+    match text.trim() {
+        "localhost" => Ok(IpAddr::V4(Ipv4Addr::LOCALHOST)),
+        text => text.trim_matches(['[', ']']).parse().map_err(|_| {
+            Problem::usage("this is no address of a machine")
+                .at("--host")
+                .got(format!("`{text}`"))
+                .expected("an address at which to listen, such as `127.0.0.1`, `0.0.0.0` or `::`")
+                .help("`--allowed_hosts` takes names by which clients call the server")
+        }),
+    }
+}

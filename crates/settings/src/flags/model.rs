@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::DeviceChoice;
+use crate::cards;
 use crate::names::{Bf16Products, ExportFormat, QuantizedActivations, words};
 use crate::values::Field as _;
 use Kind::{Bool, Choice, Path, Text};
@@ -81,7 +82,29 @@ pub const FLAGS: &[Flag] = &[
          itself is not included.",
     )
     .unset("the free memory of `device`")
-    .idle(|s, _| (!s.io.dry_run).then_some("only `plan` and `--dry_run` assume a GPU"))
+    .idle(|s, _| (!s.io.dry_run).then_some("only `plan`, `init` and `--dry_run` assume a GPU"))
+    .free(LOOP),
+    row(
+        "gpu_rates",
+        Text,
+        Place {
+            field: "",
+            set: |s, v| {
+                let given: String = take(v)?;
+                let rates = cards::rates_of(&given)?;
+                s.model.gpu_rates = Some((given, rates));
+                Ok(())
+            },
+            get: |s| s.model.gpu_rates.as_ref().and_then(|(given, _)| text(given)),
+        },
+        TUNES,
+    )
+    .help(
+        "GPU whose times `plan` and `init` predict: rtx-4080, rtx-4090, rtx-3090, l4, rtx-5090, a100-40gb, a6000, l40s, a100-80gb, h100, \
+         h200 or b200; or TFLOP/s of bf16 products and GB/s of memory, such as `165,1008`.",
+    )
+    .unset("those of a usual GPU with as much memory")
+    .idle(|s, _| (!s.io.dry_run).then_some("only `plan`, `init` and `--dry_run` predict times"))
     .free(LOOP),
     row(
         "adapter_name_or_path",

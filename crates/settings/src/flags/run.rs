@@ -48,10 +48,11 @@ pub const FLAGS: &[Flag] = &[
         .unset("")
         .per_verb(&[(Demo, "runs/demo")])
         .free(LOOP),
-    row("dry_run", Bool, at!(io.dry_run), TUNES)
+    row("dry_run", Bool, at!(io.dry_run), &[Train, Sft, Push])
         .help(
-            "Check the rows, print the memory of the run, the settings that lower it and on a CPU its time, and \
-             stop before a weight is loaded. `omnigrpo plan` does this for `train`.",
+            "Check the rows, print the memory and the time of the run and the settings that lower its memory, and \
+             stop before a weight is loaded. `omnigrpo plan` does this for `train`. For `push`, list the files and the card, and send \
+             nothing.",
         )
         .command_line_only()
         .free(TUNES),

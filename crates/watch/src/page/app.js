@@ -2,13 +2,15 @@
 
 import { again, apiJson, duration, each, el, failure, isFile, number, place, quoted, remember, settled, visible } from './shared.js';
 import * as charts from './charts.js';
-import { card } from './verdict.js';
+import { card, problems } from './verdict.js';
+import * as runs from './runs.js';
 import * as distributions from './distributions.js';
 import * as rollouts from './rollouts.js';
 import * as rows from './rows.js';
 import * as evaluations from './evaluations.js';
 
-const VIEWS = { charts, distributions, rollouts, rows, evaluations, settings: { show: showSettings } };
+// The key 0 selects the first of them, 1 the second.
+const VIEWS = { runs, charts, distributions, rollouts, rows, evaluations, settings: { show: showSettings } };
 const COLOURS = 8;
 // More runs than these are shown only when they are chosen.
 const FIRST_SHOWN = 10;
@@ -89,7 +91,11 @@ class Run {
   }
 
   get last() { return this.rows ? { ...this.latest, step: this.thinned ? this.latest.step : this.steps.x.at(-1) } : undefined; }
-  setting(name) { return this.settings.find((setting) => setting.name === name)?.value; }
+
+  setting(name) {
+    if (this.read !== this.settings) Object.assign(this, { read: this.settings, values: new Map(this.settings.map((setting) => [setting.name, setting.value])) });
+    return this.values.get(name);
+  }
 
   /// True if a row has arrived within the time of a few steps.
   get isLive() {
@@ -113,6 +119,7 @@ async function start() {
   // The newest runs are shown at first.
   const newest = [...state.runs].sort((a, b) => a.metrics.age_secs - b.metrics.age_secs).slice(0, FIRST_SHOWN);
   state.runs.forEach((run) => { run.shown = newest.includes(run); });
+  document.querySelector('nav a[href="#/runs"]').hidden = state.runs.length < 2;
   named();
   addEventListener('hashchange', route);
   addEventListener('keydown', keys);
@@ -186,15 +193,23 @@ function notify() {
   }
   for (const run of shownRuns()) {
     if (run.capped) parts.push(el('div', { class: 'notice', role: 'status' }, el('p', {}, `${run.name}: metrics.jsonl has more rows or metrics than the page reads. The charts leave out the later ones; the CSV file of a chart has all.`)));
-    const line = (own) => el('p', {}, several ? el('b', {}, `${run.name}: `) : '', visible(own.text));
-    const lasting = run.warnings.filter((own) => own.until === null);
-    const over = run.warnings.filter((own) => own.until !== null);
-    if (!lasting.length && !over.length) continue;
-    parts.push(el('div', { class: 'notice warning' }, lasting.map(line),
-      over.length ? el('details', {}, el('summary', {}, `${over.length} earlier ${over.length > 1 ? 'problems' : 'problem'}`), over.map((own) => el('p', {}, several ? `${run.name}: ` : '', visible(own.text), ` Ended at step ${own.until}.`))) : ''));
+    if (!several && run.warnings.length) parts.push(el('div', { class: 'notice warning' }, problems(run)));
   }
   notices.replaceChildren(...parts);
-  verdicts.replaceChildren(...shownRuns().filter((run) => run.verdict).map((run) => card(run, several)));
+  const cards = shownRuns().filter((run) => run.verdict).map((run) => card(run, several));
+  // The table of runs has them itself.
+  verdicts.replaceChildren(...(state.view === runs ? [] : several && cards.length ? [folded(cards)] : cards));
+}
+
+/// Returns the cards of several runs as one line that opens and stays as the reader left it.
+function folded(cards) {
+  const judged = shownRuns().filter((run) => run.verdict);
+  const count = (test) => judged.filter(test).length;
+  const parts = [[count((run) => /^learn/.test(run.verdict.kind)), 'learned'], [count((run) => run.verdict.kind === 'not_learned'), 'not learned'], [count((run) => run.verdict.kind === 'worse'), 'worse'], [count((run) => run.verdict.problems.length), 'with problems']];
+  const box = el('details', { class: 'notice verdict', ontoggle: () => remember('verdicts', box.open ? 'open' : 'folded') },
+    el('summary', {}, `Verdicts on ${judged.length} runs`, parts.filter(([own]) => own).map(([own, word]) => ` · ${own} ${word}`)), cards);
+  box.open = remember('verdicts') === 'open';
+  return box;
 }
 
 const shownRuns = () => state.runs.filter((run) => run.shown);
@@ -207,6 +222,14 @@ async function arrived(metrics) {
 
 /// Fetches what is new of the runs that are shown. A view is drawn as soon as the first run is there.
 async function fetchNews() {
+  if (state.view === runs) {
+    state.runs.forEach((run, at) => Object.assign(run, { metrics: state.told[at], seen: Date.now() }));
+    state.drawn = true;
+    runs.update();
+    notify();
+    status();
+    return;
+  }
   const drawn = settled(100, (run) => { state.drawn = true; state.view?.update?.([run]); });
   const news = await each(state.runs, RUNS_AT_ONCE, async (run, at) => {
     run.seen = Date.now();
@@ -262,7 +285,7 @@ function status() {
   }
   document.getElementById('machine').textContent = '';
   const isDone = state.runs.length > 0 && state.runs.every((run) => run.metrics?.done);
-  live.textContent = running.length ? `live · ${running.map(progress).join(' · ')}` : isDone ? 'done' : state.runs.some((run) => run.rows) ? 'not training' : 'no step yet';
+  live.textContent = running.length ? `live · ${running.some((run) => run.rows) ? running.filter((run) => run.rows).map(progress).join(' · ') : `${running.length} of ${state.runs.length} runs`}` : isDone ? 'done' : state.runs.some((run) => run.rows || run.metrics?.bytes) ? 'not training' : 'no step yet';
 }
 
 /// Describes the load of the machine and of its card. What is unknown is left out.
@@ -286,7 +309,8 @@ function progress(run) {
 function chips() {
   const box = document.getElementById('runs');
   if (state.runs.length < 2) { box.replaceChildren(el('b', {}, state.runs[0]?.name ?? 'no run')); return; }
-  const chosen = () => { notify(); say(); state.view?.update?.(state.runs); if (state.told) fetchNews().catch(() => { /* the next event asks again */ }); };
+  const isOpen = box.querySelector('.many')?.open;
+  const chosen = () => { say(); choose(); };
   const labels = state.runs.map((run) => {
     const own = el('input', { type: 'checkbox', checked: run.shown, onchange: () => { run.shown = own.checked; chosen(); } });
     const swatch = el('span', { class: 'swatch' });
@@ -300,27 +324,40 @@ function chips() {
   const set = (test) => { state.runs.forEach((run, at) => { run.shown = test(run); labels[at].querySelector('input').checked = run.shown; }); chosen(); };
   const find = el('input', { type: 'search', placeholder: 'find a run', 'aria-label': 'find a run', oninput: () => labels.forEach((label, at) => { label.hidden = !state.runs[at].name.toLowerCase().includes(find.value.toLowerCase()); }) });
   const button = (label, test) => el('button', { type: 'button', onclick: () => set(test) }, label);
-  box.replaceChildren(el('details', { class: 'many' }, summary, el('div', { class: 'controls' }, find, button('all', () => true), button('none', () => false), button('those found', (run) => run.name.toLowerCase().includes(find.value.toLowerCase()))), el('div', { class: 'list' }, labels)));
+  box.replaceChildren(el('details', { class: 'many', open: isOpen }, summary, el('div', { class: 'controls' }, find, button('all', () => true), button('none', () => false), button('those found', (run) => run.name.toLowerCase().includes(find.value.toLowerCase()))), el('div', { class: 'list' }, labels)));
+}
+
+/// Takes the choice of runs that are shown.
+function choose() {
+  notify();
+  if (state.view === runs) runs.chosen();
+  else state.view?.update?.(state.runs);
+  if (state.told) fetchNews().catch(() => { /* the next event asks again */ });
 }
 
 function route() {
   const { view, params } = place();
-  const chosen = VIEWS[view] ? view : 'charts';
+  const chosen = VIEWS[view] ? view : state.runs.length > 1 ? 'runs' : 'charts';
   for (const link of document.querySelectorAll('nav a')) {
     if (link.hash === `#/${chosen}`) link.setAttribute('aria-current', 'page');
     else link.removeAttribute('aria-current');
   }
   if (state.view === VIEWS[chosen] && state.view.navigate?.(params)) return;
+  const before = state.view;
   state.view?.hide?.();
   state.view = VIEWS[chosen];
   main.replaceChildren();
-  Promise.resolve(state.view.show(main, state.runs, params)).catch((error) => main.append(failure(error)));
+  Promise.resolve(state.view.show(main, state.runs, params, () => { choose(); chips(); })).catch((error) => main.append(failure(error)));
+  if (state.runs.length < 2 || !before) return;
+  // The address may choose other runs, and the table needs no curves.
+  chips();
+  choose();
 }
 
 function keys(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest('input:not([type=checkbox], [type=range]), select, textarea')) return;
-  const view = Object.keys(VIEWS)[Number(event.key) - 1];
-  if (view) location.hash = `#/${view}`;
+  const view = /^\d$/.test(event.key) ? Object.keys(VIEWS)[event.key] : undefined;
+  if (view && (view !== 'runs' || state.runs.length > 1)) location.hash = `#/${view}`;
   else if (event.key === 't') nextTheme();
   else state.view?.key?.(event);
 }

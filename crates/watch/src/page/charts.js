@@ -1,6 +1,6 @@
 // Charts: groups of metrics, smoothing, axes, marks, several runs in one chart, and files of what is shown.
 
-import { api, apiJson, choice, distinct, duration, el, hash, isFile, number, place, remember, settled, visible } from './shared.js';
+import { PLACES, api, apiJson, choice, distinct, duration, el, hash, isFile, number, place, remember, settled, visible } from './shared.js';
 import { moments, quantile, smoothed } from './stats.js';
 import { csv, fileName, picture, save, svg } from './export.js';
 import { CHARTS } from './table.js';
@@ -14,7 +14,7 @@ const SAID_LINES = 8;
 // Points of a time axis that several long runs share.
 const TIME_POINTS = 800;
 // Settings in which runs of one experiment may differ.
-const SEED_SETTINGS = new Set(['seed', 'data_seed', 'output_dir', 'run_name', 'log_file', 'dashboard', 'dashboard_port', 'prometheus_port', 'report_to', 'resume_from_checkpoint', 'push_to_hub']);
+const SEED_SETTINGS = new Set(['seed', 'data_seed', ...PLACES]);
 const LISTED_MARKS = 300;
 const MARKS = { checkpoint: '▲', evaluation: '◆', resumption: '↻', warning: '!', stop: '■', failure: '✕' };
 
@@ -163,10 +163,16 @@ function charted(row, known) {
   return found.map(({ part, line }) => ({ ...row, title: row.title.replace('{}', () => part), spread: row.spread.replace('{}', () => part), lines: [line] }));
 }
 
+/// True for the chart of a reward that is the total in every step: there is no other reward, and its weight is 1.
+function isTotal({ lines: [[name]], evals }, all) {
+  if (evals || !/^rewards\/.*\/mean$/.test(name) || !all.some((chart) => chart.lines[0][0] === 'reward')) return false;
+  return shown().every(({ steps: { columns } }) => columns[name] === undefined || (columns.reward !== undefined && JSON.stringify(columns[name]) === JSON.stringify(columns.reward)));
+}
+
 /// Returns the charts for which these runs have numbers.
 function layout() {
   const known = { steps: [...names('steps')], evals: [...names('evals')] };
-  const out = CHARTS.flatMap((row) => charted(row, known[row.evals ? 'evals' : 'steps']));
+  const out = CHARTS.flatMap((row) => charted(row, known[row.evals ? 'evals' : 'steps'])).filter((chart, _, all) => !isTotal(chart, all));
   if (!axis.all) return out;
   const used = new Set(['epoch', 'derived/tokens_per_second', 'derived/memory_rest_mb', ...out.flatMap((chart) => chart.lines.map(([name]) => name))]);
   for (const [of, found] of Object.entries(known)) {
@@ -479,14 +485,15 @@ class Chart {
     return Math.max(left, Math.min(left + width, plot.valToPos(x, 'x', true)));
   }
 
-  /// Shades the steps of a problem.
+  /// Shades the steps of a problem. With several runs, a stripe at the upper edge has the colour of the run.
   shade(plot, colour) {
     const { top, height } = plot.bbox;
-    for (const run of this.lanes.flatMap((lane) => lane.members)) {
+    const several = this.lanes.length > 1;
+    for (const [at, run] of this.lanes.flatMap((lane) => lane.members).filter((run) => run.warnings.length).entries()) {
       for (const own of run.warnings) {
         const [from, to] = [own.since, own.until ?? run.last?.step ?? own.step].map((step) => this.at(plot, run, step));
-        plot.ctx.fillStyle = `${colour}22`;
-        plot.ctx.fillRect(from, top, Math.max(2, to - from), height);
+        plot.ctx.fillStyle = several ? palette.runs[run.at % RUN_COLOURS] : `${colour}22`;
+        plot.ctx.fillRect(from, several ? top + ((4 * at) % height) * devicePixelRatio : top, Math.max(2, to - from), several ? 3 * devicePixelRatio : height);
       }
     }
   }

@@ -105,13 +105,18 @@ function cells(context, counts, most, [left, top, width, height]) {
   context.globalAlpha = 1;
 }
 
+/// Draws the frame of a plot, with the values of both axes. Those of whole numbers are in the middle of their bins.
 function frame(context, [left, top, width, height], y, x) {
   const of = colours();
   context.fillStyle = of('--quiet');
   context.strokeStyle = of('--line');
   context.strokeRect(left, top, width, height);
   context.textAlign = 'right';
-  for (const share of [0, 0.5, 1]) context.fillText(number(y[0] + share * (y[1] - y[0]), 2), left - 6, top + height - share * height + 4);
+  const at = (axis, value) => (axis.high > axis.low ? (value - axis.low) / (axis.high - axis.low) : 0.5);
+  const [least, most] = ends(y.low, y.high, y);
+  const middle = (least + most) / 2;
+  const ticks = least === most ? [least] : y.whole && !Number.isInteger(middle) ? [least, most] : [least, middle, most];
+  for (const value of ticks) context.fillText(number(value, 2), left - 6, top + height - at(y, value) * height + 4);
   for (const [share, align] of [[0, 'left'], [1, 'right']]) { context.textAlign = align; context.fillText(x[share], left + share * width, top + height + 15); }
 }
 
@@ -125,7 +130,7 @@ function paint() {
   const middle = last.quantiles[1];
   const [node, context] = canvas(box[2] + 66, SIZE[1], `Distribution of ${name} over ${ranges.length} ranges of steps. In the last one, ${steps(last)}, the median is ${number(middle)}, and 10 % to 90 % of the completions lie from ${number(last.quantiles[0])} to ${number(last.quantiles[2])}.`);
   cells(context, ranges.map((own) => own.counts), most, box);
-  frame(context, box, ends(axis.low, axis.high, axis), [`step ${ranges[0].from}`, `step ${last.until}`]);
+  frame(context, box, axis, [`step ${ranges[0].from}`, `step ${last.until}`]);
   context.strokeStyle = colours()('--warm');
   for (const [at, dash] of [[0, [3, 3]], [1, []], [2, [3, 3]]]) {
     context.setLineDash(dash);
@@ -168,7 +173,7 @@ function pairs() {
   const told = r === null ? 'One of them does not vary.' : `Correlation ${number(r, 2)}${interval ? `, 95 % interval ${number(interval[0], 2)} to ${number(interval[1], 2)}` : ''}, over ${count.toLocaleString('en')} completions, which are treated as independent.`;
   const [node, context] = canvas(SQUARE + 70, SQUARE - 30, `${names[1]} by ${names[0]}. ${told}`);
   cells(context, counts, Math.max(...counts.flat(), 1), box);
-  frame(context, box, ends(y.low, y.high, y), ends(x.low, x.high, x).map((own) => number(own)));
+  frame(context, box, y, ends(x.low, x.high, x).map((own) => number(own)));
   context.fillStyle = colours()('--warm');
   means.forEach((own, at) => {
     if (own === null) return;

@@ -1,6 +1,6 @@
 // Rows of the training data over the steps: pass rates as a heat map, the history of a row, and a comparison of two runs.
 
-import { apiJson, block, choice, el, failure, hash, number, place, settled, signed, visible } from './shared.js';
+import { apiJson, block, choice, el, failure, hash, isFile, link, number, place, settled, signed, visible } from './shared.js';
 import { CAPPED, groupsOf, measures } from './groups.js';
 import { gallery } from './media.js';
 import { meanInterval, moments, wordDifference } from './stats.js';
@@ -33,7 +33,7 @@ export async function show(main, given, params) {
   map.addEventListener('pointermove', (event) => { const at = rowAt(event); map.title = at ? at.label : ''; });
   list = el('div', { class: 'scroll' });
   detail = el('article', { class: 'detail', 'aria-live': 'polite' });
-  main.append(el('section', { class: 'page' }, el('h2', {}, 'Rows'), form, status, el('p', { class: 'quiet' }, 'A line is a row, and a column one of its passes. The stronger the colour, the more of its completions passed.'), el('div', { class: 'heat-box', tabIndex: 0, role: 'region', 'aria-label': 'pass rates' }, map), detail, list));
+  main.append(el('section', { class: 'page' }, el('h2', {}, 'Rows'), form, status, el('p', { class: 'quiet' }, 'A line is a row of the table below, in its order from the top; a column is one of its passes, the first at the left. The stronger the colour, the more of its completions passed.'), el('div', { class: 'heat-box', tabIndex: 0, role: 'region', 'aria-label': 'pass rates' }, map), detail, list));
   await open(params);
 }
 
@@ -156,7 +156,7 @@ const share = (pass) => (pass.pass === null ? 'no score' : `${Math.round(pass.pa
 
 function table(from) {
   const rows = shown.slice(from, from + PAGE).map((row) => el('tr', {},
-    el('th', { scope: 'row' }, el('a', { href: hash('rows', { ...place().params, id: row.id, left: undefined, right: undefined }), 'data-id': row.id }, visible(row.id))),
+    el('th', { scope: 'row', class: 'question' }, el('a', { href: hash('rows', { ...place().params, id: row.id, left: undefined, right: undefined }), 'data-id': row.id }, visible(row.id))),
     el('td', {}, visible(row.category ?? '–')),
     el('td', {}, String(row.passes.length)),
     el('td', {}, share(row.first)), el('td', {}, share(row.last)),
@@ -167,8 +167,25 @@ function table(from) {
     const heads = ['row', 'category', 'passes', 'first', 'last', 'change of the mean', 'tokens', ...(tables.length > 1 ? ['other run', 'difference'] : [])];
     list.replaceChildren(el('table', {}, el('thead', {}, el('tr', {}, heads.map((head) => el('th', { scope: 'col' }, head)))), el('tbody', {}, rows)));
   } else list.querySelector('tbody').append(...rows);
+  questions(shown.slice(from, from + PAGE), list.querySelectorAll('tbody th')).catch(() => { /* the table has the numbers */ });
   list.querySelector('button')?.remove();
   if (from + PAGE < shown.length) list.append(el('button', { type: 'button', onclick: () => table(from + PAGE) }, `more of ${shown.length} rows`));
+}
+
+/// Adds the question and the picture to rows of the table. A report does not have them.
+async function questions(rows, cells) {
+  if (isFile || !rows.length) return;
+  const { run } = tables[0];
+  const { groups } = await apiJson('lines', { run, places: rows.map((row) => `${row.last.step}-${row.last.group}`).join(',') });
+  const known = new Map(groups.map((own) => [`${own.step}-${own.group}`, own]));
+  const all = [...cells].slice(-rows.length);
+  rows.forEach((row, at) => {
+    const own = known.get(`${row.last.step}-${row.last.group}`);
+    if (!own || !all[at]?.isConnected) return;
+    const source = own.picture === null ? null : link('preview', { run, step: own.step, group: own.group, at: own.picture });
+    all[at].append(el('span', { class: 'excerpt quiet' }, visible(own.excerpt)));
+    if (source) all[at].prepend(el('img', { class: 'thumb', src: source, alt: '', loading: 'lazy', onerror: (event) => event.target.remove() }));
+  });
 }
 
 /// Shows the passes of a row and the completions of two of them side by side.

@@ -100,6 +100,18 @@ export function distinct(names, rows) {
   return names.filter((name) => !ALIASES.some((alias) => alias.test(name)) && !repeats(name));
 }
 
+/// Settings that say where a run writes, not what it does.
+export const PLACES = ['output_dir', 'run_name', 'log_file', 'dashboard', 'dashboard_port', 'prometheus_port', 'report_to', 'resume_from_checkpoint', 'push_to_hub'];
+
+/// Returns the names of the settings whose values differ between runs, without places and the names in `without`. Those that somebody chose
+/// come before those that only follow from others.
+export function differing(runs, without) {
+  const names = new Map();
+  for (const { name, origin } of runs.flatMap((run) => run.settings)) names.set(name, names.get(name) || origin !== 'default');
+  const all = [...names.keys()].filter((name) => !PLACES.includes(name) && !without.has(name) && new Set(runs.map((run) => run.setting(name))).size > 1);
+  return [true, false].flatMap((isChosen) => all.filter((name) => names.get(name) === isChosen));
+}
+
 /// Quotes a text as one word of a shell command.
 export const quoted = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 
@@ -116,7 +128,7 @@ export function duration(secs) {
 /// Current view and its parameters, stored in the part of the URL that the server does not receive.
 export function place() {
   const [view, query = ''] = location.hash.replace(/^#\/?/, '').split('?');
-  return { view: view || 'charts', params: Object.fromEntries(new URLSearchParams(query)) };
+  return { view, params: Object.fromEntries(new URLSearchParams(query)) };
 }
 
 export function hash(view, params = {}) {

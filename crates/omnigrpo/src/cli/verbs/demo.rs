@@ -1,6 +1,7 @@
 //! `demo`: the embedded checkpoint on the generated task, through the same code as any other run.
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Result;
@@ -10,11 +11,11 @@ use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{EvalOptions, EvalPlan, Evaluation, MAX_LIVE, Objective, evaluate};
 
 use super::{Context, print, setup, train};
-use crate::settings::config;
+use crate::settings::explain::plain;
 use crate::settings::flags::{Verb, find};
 use crate::settings::problem::Problem;
-use crate::settings::resolve;
 use crate::settings::values::{Given, Origin, Raw, Resolved};
+use crate::settings::{Layer, config, resolve};
 
 /// Settings of the run, as a file for `train --config`.
 const RECIPE: &str = include_str!("../../../assets/demo.yaml");
@@ -28,7 +29,7 @@ pub fn demo(resolved: &Resolved, context: &Context) -> Result<()> {
         return Err(Problem::usage("no run directory is given").expected("`--output_dir DIR`").into());
     };
     let lock = train::take(&output_dir)?;
-    let (data, start) = (output_dir.join("data"), output_dir.join("start-model"));
+    let [data, start] = places(&output_dir);
     context.console.line(&format!(
         "writing the task to {} and the model to {}",
         data.display(),
@@ -36,9 +37,39 @@ pub fn demo(resolved: &Resolved, context: &Context) -> Result<()> {
     ));
     generate(&data, DATA_SEED, Sizes { sft: 0, ..Sizes::default() })?;
     write_model(&start)?;
+    let run = run_settings(resolved)?;
+    let context_of_run = context.with(&run.settings);
+    let summary = train::run(&run, &context_of_run, Objective::Reinforce, lock, Box::new(()))?.summary;
+    train::finish(&summary, &run, true)?;
+    let permuted = permuted(&run, context, &data)?;
+    print(&verdict(summary.before.as_ref(), summary.after.as_ref(), &permuted))
+}
 
-    let mut recipe =
-        config::parse(RECIPE, "the demo's recipe", |line| Origin::Config(format!("demo:{line}")));
+/// Returns the folder of the task and that of the model at the start.
+fn places(output_dir: &Path) -> [PathBuf; 2] {
+    [output_dir.join("data"), output_dir.join("start-model")]
+}
+
+/// Returns the settings of the demo's training.
+fn recipe() -> Layer {
+    config::parse(RECIPE, "the demo's recipe", |line| Origin::Config(format!("demo:{line}")))
+}
+
+/// Returns the value that a setting has in the demo's training, if it differs from that of `train`.
+pub fn default_of(name: &str) -> Option<String> {
+    // The task and the model are in the run directory.
+    let own = ["model_name_or_path", "train_file", "eval_file", "output_dir"];
+    let recipe = recipe();
+    let given = recipe.given.iter().find(|given| given.flag.name == name && !own.contains(&name))?;
+    Some(plain(&given.value))
+}
+
+/// Returns the settings of the demo's training with those of the user.
+pub fn run_settings(resolved: &Resolved) -> Result<Resolved, Problem> {
+    let settings = &resolved.settings;
+    let output_dir = settings.io.output_dir.clone().unwrap_or_default();
+    let [data, start] = places(&output_dir);
+    let mut recipe = recipe();
     let given = &mut recipe.given;
     let here = [
         ("model_name_or_path", start.display().to_string()),
@@ -60,12 +91,7 @@ pub fn demo(resolved: &Resolved, context: &Context) -> Result<()> {
             given.push(own);
         }
     }
-    let run = resolve(Verb::Train, recipe, settings.env.clone())?;
-    let context_of_run = context.with(&run.settings);
-    let summary = train::run(&run, &context_of_run, Objective::Reinforce, lock, Box::new(()))?.summary;
-    train::finish(&summary, &run, true)?;
-    let permuted = permuted(&run, context, &data)?;
-    print(&verdict(summary.before.as_ref(), summary.after.as_ref(), &permuted))
+    resolve(Verb::Train, recipe, settings.env.clone())
 }
 
 /// Evaluates the trained model with the medium of each question replaced by that of another question of the same type.

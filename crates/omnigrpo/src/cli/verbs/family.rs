@@ -16,11 +16,12 @@ use crate::settings::wording;
 /// Settings for sound, which have no effect on a family without sound.
 const SOUND: [&str; 3] = ["use_audio_in_video", "missing_audio", "audio_folders"];
 
-/// Removes settings without effect on this model if they come from a preset, and adds a note.
+/// Removes settings without effect on this model, and adds a note, if they come from a preset, or from a file while the command line
+/// chooses the model.
 ///
 /// # Errors
-/// Returns an error if a setting without effect was given by flag or file, with a value other than its default and that of the
-/// preset.
+/// Returns an error if another setting without effect was given by flag or file, with a value other than its default and that of
+/// the preset.
 pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> {
     let mut out = resolved.clone();
     let settings = &resolved.settings;
@@ -44,6 +45,8 @@ pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> 
     }
     let defaults = Values::defaults(resolved.verb);
     let (mut preset, mut dropped) = ("", Vec::new());
+    let model = resolved.values.lookup("model_name_or_path");
+    let is_other_model = model.is_some_and(|(_, origin)| matches!(origin, Origin::Flag | Origin::Caller));
     for (flag, why) in unread {
         let Some((value, origin)) = resolved.values.lookup(flag) else { continue };
         if defaults.lookup(flag).is_some_and(|(default, _)| default == value) {
@@ -59,6 +62,12 @@ pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> 
                 .then_some(name),
             _ => None,
         };
+        if let (None, Origin::Config(place), true) = (name, origin, is_other_model) {
+            out.notes.push(format!("`{flag}` {} of {place} is not used: {why}", yaml(value)));
+            out.values.reset(flag, resolved.verb);
+            out.idle.push((flag, why));
+            continue;
+        }
         let Some(name) = name else {
             let problem = Problem::usage(format!("`{flag}` has no effect on {}", family.name()))
                 .got(yaml(value))

@@ -8,10 +8,11 @@ use omnigrpo_data::{Dataset, Sample};
 use omnigrpo_models::{FAMILIES, FamilyRow, PromptBuilder};
 use omnigrpo_rewards::{AccuracyMode, suitable_rule};
 use omnigrpo_text::MediumKind;
-use omnigrpo_train::{Objective, Prepared, room};
+use omnigrpo_train::{EvalWhen, Objective, Prepared, room};
 
+use super::plan::Wait;
 use super::{Context, family, plan, print, setup, train};
-use crate::cli::draft::Draft;
+use crate::cli::draft::{Draft, one_line};
 use crate::settings::{Given, Origin, Problem, Resolved, Settings, Verb};
 
 /// Name of the written file if the user gives none.
@@ -21,7 +22,15 @@ const SCHEMA: &str = "omnigrpo.schema.json";
 /// Number of rows that are read.
 const ROWS: u64 = 512;
 /// Smallest number of rows from which some are held out for evaluations.
-const SPLIT_FROM: u64 = 200;
+const SPLIT_FROM: u64 = 40;
+/// Number of held-out rows that tell a gain from chance, and the largest number.
+const HELD_OUT: [u64; 2] = [50, 200];
+/// Time after which a run should show its first result, in seconds.
+const PATIENCE: f64 = 3600.0;
+/// Number of steps to the first result.
+const FIRST_STEPS: u64 = 20;
+/// Settings for a plan alone, which the written file does not have.
+const PLANNING: [&str; 4] = ["gpu_memory", "gpu_rates", "nnodes", "dry_run"];
 /// Largest number of prompts in a step.
 const PROMPTS: u64 = 8;
 /// Smallest number of steps from which one pass over the rows suffices.
@@ -47,6 +56,7 @@ pub fn init(resolved: &Resolved, context: &Context) -> Result<()> {
     let environment = || resolved.settings.env.clone();
     let given = draft.names();
     let base = draft.resolve(environment())?;
+    let base = with_plan(base, resolved)?;
     let context = context.with(&base.settings);
     let checkpoint = context.checkpoint()?;
     let dataset = setup::train_data(&base.settings)?;
@@ -59,6 +69,7 @@ pub fn init(resolved: &Resolved, context: &Context) -> Result<()> {
     // The chosen settings must not contradict those of the user.
     let prepare = |draft: &Draft| -> Result<(Resolved, Prepared)> {
         let full = family::without_idle(&draft.resolve(environment())?, &context)?;
+        let full = with_plan(full, resolved)?;
         let prepared = train::prepare(&full, &context, Objective::Reinforce, None)?;
         Ok((full, prepared))
     };
@@ -70,12 +81,28 @@ pub fn init(resolved: &Resolved, context: &Context) -> Result<()> {
         }
         (full, prepared) = prepare(&draft)?;
     }
+    let first_steps = match full.settings.run.eval.when {
+        EvalWhen::Steps(steps) => steps,
+        _ => FIRST_STEPS,
+    };
+    let (mut speed, machine) = plan::speed(&full.settings, &prepared);
+    let levers = rows.levers(&given, &plan::shortening_flags(&full, &context, &prepared));
+    let quicker =
+        quicken(levers, |flags| plan::wait(&full, &context, &prepared, (flags, first_steps), &mut speed))?;
+    for (name, value) in &quicker {
+        draft.set(name, value, "so that the first result comes within an hour");
+    }
+    if !quicker.is_empty() {
+        (full, prepared) = prepare(&draft)?;
+    }
     let (flags, memory) = plan::fit(&full, &context, &prepared, &given)?;
     let limit = prepared.forecast().limit;
     let place = limit.map_or("memory", |(_, place)| place);
     for (name, value) in &flags {
         draft.set(name, value, format!("so that the run fits into {place}"));
     }
+    let wait = plan::wait(&full, &context, &prepared, (&flags, first_steps), &mut speed)?;
+    let time = wait.map(|wait| told(wait, &machine));
     if draft.resolve(environment())?.settings.model.use_peft {
         draft.choose("learning_rate", "1.0e-5", "usual for adapters");
     }
@@ -83,10 +110,13 @@ pub fn init(resolved: &Resolved, context: &Context) -> Result<()> {
     let file = output.display();
     let source = (checkpoint.family().name(), dataset.len(), rows);
     let takes = (memory.total(), limit);
-    let text = head(&file.to_string(), source, takes) + &draft.text();
+    let text = head(&file.to_string(), source, takes, time.as_deref()) + &draft.text();
     std::fs::write(output, text).with_context(|| format!("writing {file}"))?;
     write_schema(&output.with_file_name(SCHEMA))?;
     print(&format!("{file}\n"))?;
+    if let Some(time) = time {
+        context.console.line(&time);
+    }
     context.console.line(&format!("look at it, then run: omnigrpo train --config {file}"));
     Ok(())
 }
@@ -96,12 +126,67 @@ fn drafted(resolved: &Resolved) -> Result<Draft> {
     let mut draft = Draft::default();
     for Given { flag, value, origin } in resolved.values.given() {
         let by_user = matches!(origin, Origin::Flag | Origin::Config(_));
-        if by_user && flag.is_of(Verb::Train) && !flag.command_line_only {
+        let is_of_run = flag.is_of(Verb::Train) && !flag.command_line_only && !PLANNING.contains(&flag.name);
+        if by_user && is_of_run {
             draft.put(flag.name, value, vec!["given".to_owned()]);
         }
     }
     ask(&mut draft)?;
     Ok(draft)
+}
+
+/// Returns the settings of a draft with those of a plan, which say what machine the run is for.
+fn with_plan(mut draft: Resolved, resolved: &Resolved) -> Result<Resolved> {
+    for Given { flag, value, origin } in resolved.values.given() {
+        if PLANNING.contains(&flag.name) {
+            draft.values.set(Given { flag, value, origin });
+        }
+    }
+    draft.settings = Settings::from_values(&draft.values, draft.settings.env.clone())?;
+    Ok(draft)
+}
+
+/// Returns the fewest of the flags, which make a run quicker and less good in this order, with which its first result comes in time. If all
+/// of them do not suffice, returns those that make it quicker.
+fn quicken(
+    levers: plan::Flags,
+    mut wait: impl FnMut(&[(&'static str, String)]) -> Result<Option<Wait>>,
+) -> Result<plan::Flags> {
+    let mut flags = plan::Flags::new();
+    let Some(mut time) = wait(&flags)? else { return Ok(flags) };
+    for (name, value) in levers {
+        if time.first <= PATIENCE {
+            break;
+        }
+        let mut more = flags.clone();
+        more.retain(|(own, _)| *own != name);
+        more.push((name, value));
+        if let Some(quicker) = wait(&more)?.filter(|own| own.first < 0.97 * time.first) {
+            (flags, time) = (more, quicker);
+        }
+    }
+    for at in (0..flags.len()).rev().filter(|_| time.first <= PATIENCE) {
+        let mut fewer = flags.clone();
+        fewer.remove(at);
+        if wait(&fewer)?.is_some_and(|own| own.first <= PATIENCE) {
+            flags = fewer;
+        }
+    }
+    Ok(flags)
+}
+
+/// Says when a run shows its first result, and how long it takes.
+fn told(wait: Wait, machine: &str) -> String {
+    let Wait { first_steps, first, steps, whole } = wait;
+    let late = match first > PATIENCE {
+        true => "; a smaller model, fewer pixels or a GPU would show it sooner",
+        false => "",
+    };
+    format!(
+        "the first result, after {first_steps} steps, takes about {}{late}; the whole run, {steps} steps, about {}, on {machine}",
+        plan::duration(first),
+        plan::duration(whole)
+    )
 }
 
 /// Writes the schema of settings, if it is missing.
@@ -118,13 +203,20 @@ fn head(
     file: &str,
     (family, num_rows, rows): (&str, u64, Rows),
     (total, limit): (u64, Option<(u64, &str)>),
+    time: Option<&str>,
 ) -> String {
+    let time = time.map_or_else(String::new, |time| {
+        let time = one_line(time);
+        let mut words = time.chars();
+        let first: String = words.next().map(|own| own.to_uppercase().collect()).unwrap_or_default();
+        format!("# {first}{}.\n", words.as_str())
+    });
     let limit = limit
         .map_or("memory".to_owned(), |(free, place)| format!("the free {} of {place}", room::size(free)));
     format!(
         "# yaml-language-server: $schema={SCHEMA}\n# omnigrpo train --config {file}\n# Written by `omnigrpo init` for a {family} \
          and {} of {num_rows} rows: {}.\n# The run takes {} of {limit}. `omnigrpo plan --config {file}` shows the parts, and the \
-         time.\n# `omnigrpo help SETTING` describes a setting.\n",
+         time.\n{time}# `omnigrpo help SETTING` describes a setting.\n",
         rows.num_read,
         rows.described(),
         room::size(total),
@@ -270,10 +362,25 @@ impl Rows {
         self.choose_length(draft);
         let held_out = given.data.has_eval_rows() || given.data.val_split_ratio > 0.0;
         if !held_out && self.num_rows >= SPLIT_FROM {
-            let share = (0.05f64).min(200.0 / self.num_rows as f64);
-            let why = "rows that are held out to measure what is learned";
-            draft.choose("val_split_ratio", &format!("{share:.4}"), why);
+            let [enough, most] = HELD_OUT;
+            // Training keeps three quarters of few rows.
+            let rows = (self.num_rows / 20).clamp(enough, most).min(self.num_rows / 4);
+            let share = rows as f64 / self.num_rows as f64;
+            let why = match rows < enough {
+                false => format!("{rows} rows are held out to measure what is learned"),
+                true => format!(
+                    "only {rows} rows are held out, so a gain below {:.0} points may be chance: add rows",
+                    // The difference of two shares of one half.
+                    100.0 * 1.96 * (0.5 / rows as f64).sqrt()
+                ),
+            };
+            draft.choose("val_split_ratio", &format!("{share:.6}"), why);
+        }
+        if held_out || draft.has("val_split_ratio") {
             draft.choose("eval_on_start", "true", "measures the model before training, for comparison");
+            let steps = self.num_steps(given);
+            let every = (steps / 10).max(FIRST_STEPS);
+            draft.choose("eval_steps", &every.to_string(), "steps between evaluations; the first result");
         }
         draft.choose("save_steps", "50", "a checkpoint to resume from");
         draft.choose("output_dir", "runs/first", "files of the run; `omnigrpo watch` shows them");
@@ -301,12 +408,38 @@ impl Rows {
         }
     }
 
+    /// Returns the length of completions with room for so many tokens of thinking.
+    fn room(&self, thinking: usize) -> usize {
+        let room = (thinking + 2 * self.longest_answer).next_multiple_of(64);
+        room.min(LONG_COMPLETION).min(self.positions / 4).max(1)
+    }
+
+    /// Returns the number of steps that [`Self::choose_length`] chooses, or of those that are given.
+    fn num_steps(&self, given: &Settings) -> u64 {
+        given.run.max_steps.unwrap_or((self.num_rows / self.num_rows.clamp(1, PROMPTS)).max(STEPS))
+    }
+
+    /// Returns flags that make a run quicker, the least harmful first. Those with the same name replace each other. `media` makes media
+    /// smaller. What the user gave stays.
+    fn levers(&self, given: &[&str], media: &[plan::Flags]) -> plan::Flags {
+        let length = |thinking| ("max_completion_length", self.room(thinking).to_string());
+        let prompts = |count: u64| ("per_device_train_batch_size", self.num_rows.clamp(1, count).to_string());
+        let mut levers = vec![length(THINKING / 2), prompts(PROMPTS / 2)];
+        levers.extend(media.concat());
+        levers.extend([
+            length(THINKING / 4),
+            prompts(PROMPTS / 4),
+            ("num_generations", "4".to_owned()),
+            length(THINKING / 8),
+        ]);
+        levers.retain(|(name, _)| !given.contains(name));
+        levers
+    }
+
     /// Adds the lengths of completions and of the run.
     fn choose_length(&self, draft: &mut Draft) {
-        let room = THINKING + 2 * self.longest_answer;
         let why = format!("room for thinking, and for the longest answer (tokens: {})", self.longest_answer);
-        let room = room.next_multiple_of(64).min(LONG_COMPLETION).min(self.positions / 4);
-        draft.choose("max_completion_length", &room.max(1).to_string(), why);
+        draft.choose("max_completion_length", &self.room(THINKING).to_string(), why);
 
         let prompts = self.num_rows.clamp(1, PROMPTS);
         let why = "prompts of a step; each gets `num_generations` completions";

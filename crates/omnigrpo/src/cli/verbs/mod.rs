@@ -2,7 +2,7 @@
 
 mod bench;
 mod data;
-mod demo;
+pub mod demo;
 mod doctor;
 mod export;
 mod family;

@@ -1,17 +1,18 @@
 //! `plan`, and the prediction of memory that `train` makes before it loads a model: memory by part, and flags that reduce it.
-//! `plan` also predicts the time of a run on the CPU.
+//! `plan` also predicts the time of a run: on the CPU from measured rates, and on a GPU from stated ones.
 
 use anyhow::{Context as _, Result};
 use omnigrpo_models::MediumShape;
 use omnigrpo_ops::{Device, Rates};
 use omnigrpo_text::Form;
 use omnigrpo_train::{
-    Divided, Forecast, Limit, Longest, Memory, Need, Objective, Offload, Phase, Prepared, RunPlan, StepTime,
-    Variant, fits, room,
+    Divided, Forecast, Limit, Longest, Memory, Need, Objective, Offload, Phase, Prepared, RunPlan, Speed,
+    StepTime, Variant, fits, room,
 };
 use serde_json::{Map, Value as Json, json};
 
 use super::{Context, setup};
+use crate::settings::cards::KnownCard;
 use crate::settings::values::{Given, Origin, Raw, Resolved};
 use crate::settings::{Problem, Settings, flags, rules};
 
@@ -21,14 +22,19 @@ const BAR: u64 = 40;
 /// Width of the names of parts, columns.
 const PART: usize = 22;
 
+/// Largest width of the names of other flags, columns. Longer ones have a line of their own.
+const LONGEST_NAME: usize = 52;
+
 /// A run with some flags changed.
 struct Way {
     flags: Flags,
     need: Need,
 }
 
-/// Predicted time of a run on this machine.
+/// Predicted time of a run.
 struct Times {
+    /// Where the run would take this time.
+    place: String,
     /// Number of tokens of a completion, and the time of a step with such completions.
     steps: Vec<(usize, StepTime)>,
     num_steps: u64,
@@ -38,31 +44,29 @@ struct Times {
 }
 
 impl Times {
-    /// Measures rates for about a second and predicts times from them. Returns `None` on a GPU, whose rates are not measured.
-    fn new(settings: &Settings, objective: Objective, prepared: &Prepared) -> Result<Option<Self>> {
-        if prepared.devices().iter().any(|device| *device != Device::Cpu) {
-            return Ok(None);
-        }
+    /// Predicts times, on a CPU after measuring rates for about a second.
+    fn new(settings: &Settings, objective: Objective, prepared: &Prepared) -> Result<Self> {
+        let (mut speed, place) = speed(settings, prepared);
         let longest = settings.algorithm.sampling.max_completion_length;
         let lengths = match objective {
             Objective::Imitate => vec![longest],
             Objective::Reinforce if longest == 1 => vec![1],
             Objective::Reinforce => vec![longest, longest / 2],
         };
-        let mut rates = Rates::default();
-        let of = |tokens| Ok((tokens, prepared.step_time(tokens, &mut rates)?));
+        let of = |tokens| Ok((tokens, prepared.step_time(tokens, &mut speed)?));
         let (run, rows) = (&settings.run, prepared.usable_rows());
         let (num_steps, steps_per_epoch) = (run.num_steps(rows)?, run.steps_per_epoch(rows));
         let evaluations = prepared.eval().map_or([0, 0], |plan| {
             let batches = plan.rows.len().div_ceil(plan.options.batch_rows.max(1)) as u64;
             [run.num_evaluations(num_steps, steps_per_epoch), batches]
         });
-        Ok(Some(Self {
+        Ok(Self {
+            place,
             steps: lengths.into_iter().map(of).collect::<Result<_>>()?,
             num_steps,
             steps_per_epoch,
             evaluations,
-        }))
+        })
     }
 
     /// Returns the seconds that steps and evaluations take, with completions of the length in `step`.
@@ -71,7 +75,10 @@ impl Times {
     }
 
     fn table(&self, ranks: usize) -> String {
-        let whose = if ranks == 1 { "on this machine" } else { "of one rank with all cores of this machine" };
+        let whose = match ranks {
+            1 => format!("on {}", self.place),
+            _ => format!("of one rank with all of {}", self.place),
+        };
         let mut out = format!("\ntime {whose}, without rewards, reading media and saving checkpoints\n\n");
         for (tokens, step) in &self.steps {
             let of = |phases: &[&str]| {
@@ -122,6 +129,7 @@ impl Times {
             })
         });
         json!({
+            "place": self.place,
             "steps": self.num_steps,
             "steps_per_epoch": self.steps_per_epoch,
             "evaluations": self.evaluations[0],
@@ -144,7 +152,7 @@ struct Exchange {
 
 impl Exchange {
     /// Returns `None` for one rank.
-    fn new(prepared: &Prepared, times: Option<&Times>) -> Result<Option<Self>> {
+    fn new(prepared: &Prepared, times: &Times) -> Result<Option<Self>> {
         const WITHIN: [(&str, f64); 3] =
             [("1 GB/s per rank", 1e9), ("4 GB/s per rank", 4e9), ("16 GB/s per rank", 16e9)];
         const BETWEEN: [(&str, f64); 5] = [
@@ -167,7 +175,9 @@ impl Exchange {
             _ => (&BETWEEN[..], sent as f64 * leaving),
         };
         // The ranks of a machine share its cores. The first length of completions is the longest.
-        let compute = times.and_then(|times| Some(times.steps.first()?.1.total() * local as f64));
+        let on_cpu = prepared.devices().iter().all(|device| *device == Device::Cpu);
+        let sharing = if on_cpu { local as f64 } else { 1.0 };
+        let compute = times.steps.first().map(|(_, step)| step.total() * sharing);
         let links = links.iter().map(|&(name, rate)| (name, rate, bytes / rate)).collect();
         Ok(Some(Self { ranks, machines, sent, links, compute }))
     }
@@ -203,8 +213,78 @@ impl Exchange {
     }
 }
 
+/// Returns the speed of the run's device, and the name of the place where it has it.
+pub fn speed(settings: &Settings, prepared: &Prepared) -> (Speed, String) {
+    if prepared.devices().iter().all(|device| *device == Device::Cpu) {
+        return (Speed::Measured(Rates::default()), "this machine".to_owned());
+    }
+    let (name, rates) = settings.model.gpu_rates.clone().unwrap_or_else(|| {
+        let card = KnownCard::with_memory(prepared.forecast().limit.map_or(0, |(bytes, _)| bytes));
+        (card.name.to_owned(), card.rates())
+    });
+    let place = format!(
+        "a GPU with {:.0} TFLOP/s and {:.0} GB/s (`--gpu_rates {name}`)",
+        rates.flops / 1e12,
+        rates.bytes / 1e9
+    );
+    (Speed::Card(rates), place)
+}
+
+/// Time until a run shows something, and its whole time.
+#[derive(Clone, Copy, Debug)]
+pub struct Wait {
+    /// Number of steps until the first evaluation during training, or of all steps.
+    pub first_steps: u64,
+    /// Seconds until then.
+    pub first: f64,
+    /// Number of steps of the run.
+    pub steps: u64,
+    /// Seconds of the run.
+    pub whole: f64,
+}
+
+/// Predicts when a run with other values of some flags shows its first result: after `first_steps` steps and the evaluations until then,
+/// with completions of the largest length. `None` if the flags contradict other settings.
+pub fn wait(
+    resolved: &Resolved,
+    context: &Context,
+    prepared: &Prepared,
+    (flags, first_steps): (&[(&'static str, String)], u64),
+    speed: &mut Speed,
+) -> Result<Option<Wait>> {
+    let timed = with_flags(resolved, context, prepared, flags, |settings, variant| -> Result<Wait> {
+        // Only flags of media change the rows.
+        let typical = match std::ptr::eq(variant.longest, prepared.longest()) {
+            true => None,
+            false => {
+                let prompts = context.prompts(settings, context.checkpoint()?, true)?;
+                prepared.typical().with(&prompts, variant.plan.objective)
+            }
+        };
+        let typical = typical.as_ref().unwrap_or(prepared.typical());
+        let length = settings.algorithm.sampling.max_completion_length;
+        let step = prepared.step_time_of(variant, typical, length, speed)?;
+        let rows = prepared.usable_rows();
+        let (run, steps) = (&settings.run, settings.run.num_steps(rows)?);
+        let batches =
+            prepared.eval().map_or(0, |plan| plan.rows.len().div_ceil(plan.options.batch_rows.max(1)) as u64);
+        let of = |steps: u64, evaluations: u64| {
+            steps as f64 * step.total() + (evaluations * batches) as f64 * step.evaluation
+        };
+        let first_steps = first_steps.min(steps);
+        let evaluations = run.num_evaluations(steps, run.steps_per_epoch(rows));
+        Ok(Wait {
+            first_steps,
+            first: of(first_steps, 1 + u64::from(run.eval.on_start)),
+            steps,
+            whole: of(steps, evaluations),
+        })
+    });
+    timed.transpose()
+}
+
 /// Formats a time with two to three digits.
-fn duration(secs: f64) -> String {
+pub fn duration(secs: f64) -> String {
     match secs {
         s if s < 1.0 => format!("{:.0} ms", 1e3 * s),
         s if s < 100.0 => format!("{s:.1} s"),
@@ -234,12 +314,12 @@ pub fn plan(
     let forecast = prepared.forecast();
     let ways = ways(resolved, context, prepared)?;
     let times = Times::new(&resolved.settings, objective, prepared)?;
-    let exchange = Exchange::new(prepared, times.as_ref())?;
+    let exchange = Exchange::new(prepared, &times)?;
     let mut numbers = as_json(forecast, &ways);
-    numbers["time"] = times.as_ref().map_or(Json::Null, Times::as_json);
+    numbers["time"] = times.as_json();
     numbers["exchange"] = exchange.as_ref().map_or(Json::Null, Exchange::as_json);
     let mut tables = table(forecast, &ways, prepared.split().ranks.size());
-    tables.extend(times.map(|times| times.table(prepared.split().ranks.size())));
+    tables.push_str(&times.table(prepared.split().ranks.size()));
     tables.extend(exchange.map(|exchange| exchange.table()));
     Ok(Planned { numbers, tables, problem: too_much(forecast, &ways) })
 }
@@ -298,7 +378,16 @@ pub fn fit(
     let mut ways = ways(resolved, context, prepared)?;
     let Some(problem) = too_much(forecast, &ways) else { return Ok((Flags::new(), forecast.need.memory)) };
     ways.retain(|way| way.flags.iter().all(|(name, _)| !kept.contains(name)));
-    let way = ways.into_iter().find(|way| forecast.allows(&way.need)).ok_or(problem)?;
+    let mut way = ways.into_iter().find(|way| forecast.allows(&way.need)).ok_or(problem)?;
+    // A combination may have more flags than it needs.
+    for at in (0..way.flags.len()).rev() {
+        let mut flags = way.flags.clone();
+        flags.remove(at);
+        let need = with_flags(resolved, context, prepared, &flags, |_, variant| prepared.memory(variant));
+        if let Some(Ok(need)) = need.filter(|need| need.as_ref().is_ok_and(|need| forecast.allows(need))) {
+            way = Way { flags, need };
+        }
+    }
     Ok((way.flags, way.need.memory))
 }
 
@@ -382,30 +471,12 @@ fn shortened(settings: &Settings, context: &Context, prepared: &Prepared) -> Opt
 
 /// Returns the run with flags that reduce its memory: flags of media first, then those that change the results least.
 fn ways(resolved: &Resolved, context: &Context, prepared: &Prepared) -> Result<Vec<Way>> {
-    let (device, own) = (prepared.devices()[0], prepared.longest());
-    let objective = prepared.variant().plan.objective;
-    let checkpoint = context.checkpoint()?;
     let media = shortening_flags(resolved, context, prepared);
     let mut ways = Vec::new();
     for flags in reductions(&resolved.settings, prepared, &media) {
-        // Flags that contradict another setting of the run are skipped.
-        let Some(settings) = changed(resolved, &flags) else { continue };
-        let of_media = flags.iter().any(|(name, _)| media.iter().any(|flags| flags[0].0 == *name));
-        let longest = of_media.then(|| shortened(&settings, context, prepared)).flatten();
-        if of_media && longest.is_none() {
-            continue;
-        }
-        let variant = Variant {
-            model: Some(&setup::model_plan(&settings, checkpoint, device)),
-            selection: &setup::selection(&settings, checkpoint.family()),
-            algorithm: &Divided { algorithm: settings.algorithm.clone(), split: prepared.split().clone() },
-            optimizer: &settings.optimizer,
-            plan: &RunPlan { objective, ..settings.run.clone() },
-            media_bytes: setup::media_bytes(&settings),
-            longest: longest.as_ref().unwrap_or(own),
-        };
+        let need = with_flags(resolved, context, prepared, &flags, |_, variant| prepared.memory(variant));
         // Some flags do not apply to this model, such as adapters on weights that are fully trained.
-        let Ok(need) = prepared.memory(&variant) else { continue };
+        let Some(Ok(need)) = need else { continue };
         ways.push(Way { flags, need });
     }
     // The memory of the program itself is measured. It varies from one moment to the next, and no flag changes it.
@@ -415,6 +486,36 @@ fn ways(resolved: &Resolved, context: &Context, prepared: &Prepared) -> Result<V
     // A flag that saves less than one percent is not worth a line.
     ways.retain(|way| totals(&way.need).into_iter().zip(base).any(|(own, base)| own < base - base / 100));
     Ok(ways)
+}
+
+/// Calls `then` with the settings of a run that has other values of some flags. Returns `None` if they contradict another setting, or if
+/// flags of media do not shorten the longest prompt.
+fn with_flags<T>(
+    resolved: &Resolved,
+    context: &Context,
+    prepared: &Prepared,
+    flags: &[(&'static str, String)],
+    then: impl FnOnce(&Settings, &Variant<'_>) -> T,
+) -> Option<T> {
+    let settings = changed(resolved, flags)?;
+    let checkpoint = context.checkpoint().ok()?;
+    let media = media_flags(&resolved.settings, prepared.longest());
+    let is_of_media = |name: &str| media.iter().any(|flags| flags[0].0 == name);
+    let longest = match flags.iter().any(|(name, _)| is_of_media(name)) {
+        true => Some(shortened(&settings, context, prepared)?),
+        false => None,
+    };
+    let objective = prepared.variant().plan.objective;
+    let variant = Variant {
+        model: Some(&setup::model_plan(&settings, checkpoint, prepared.devices()[0])),
+        selection: &setup::selection(&settings, checkpoint.family()),
+        algorithm: &Divided { algorithm: settings.algorithm.clone(), split: prepared.split().clone() },
+        optimizer: &settings.optimizer,
+        plan: &RunPlan { objective, ..settings.run.clone() },
+        media_bytes: setup::media_bytes(&settings),
+        longest: longest.as_ref().unwrap_or(prepared.longest()),
+    };
+    Some(then(&settings, &variant))
 }
 
 fn one(name: &'static str, value: impl ToString) -> Flags {
@@ -507,7 +608,8 @@ fn table(forecast: &Forecast, ways: &[Way], ranks: usize) -> String {
     if !ways.is_empty() {
         out.push_str("\nwith other flags\n\n");
     }
-    let width = ways.iter().map(|way| typed(&way.flags).len()).max().unwrap_or(0).max(PART);
+    let names = ways.iter().map(|way| typed(&way.flags).len());
+    let width = names.filter(|width| *width <= LONGEST_NAME).max().unwrap_or(0).max(PART);
     let bars = Bars { width, ..bars };
     for way in ways {
         let note = if forecast.allows(&way.need) { "  fits" } else { "" };
@@ -534,7 +636,12 @@ impl Bars {
     fn line(&self, name: &str, bytes: u64, note: &str) -> String {
         let full = "█".repeat((bytes * BAR / self.most) as usize);
         let bar = if full.is_empty() && bytes > 0 { "▏" } else { &full };
-        format!("{name:width$}  {:>9}  {bar}{note}\n", room::size(bytes), width = self.width)
+        // A long name has a line of its own.
+        let (own, name) = match name.len() > self.width {
+            true => (format!("{name}\n"), ""),
+            false => (String::new(), name),
+        };
+        format!("{own}{name:width$}  {:>9}  {bar}{note}\n", room::size(bytes), width = self.width)
     }
 
     /// Returns a line for each part that takes memory, for their sum and for the limit.

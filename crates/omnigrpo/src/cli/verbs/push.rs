@@ -37,12 +37,44 @@ pub fn push(settings: &Settings, context: &Context) -> Result<()> {
             .into());
     }
     // The files are listed first, so that a repository is created only if they can be sent.
-    model_files(dir)?;
+    let files = model_files(dir)?;
+    if settings.io.dry_run {
+        return listed(settings, dir, &files);
+    }
     let pusher = Pusher::to_repository(settings, context, dir)?;
-    pusher.send(dir, concat!("Model pushed by omnigrpo ", env!("CARGO_PKG_VERSION"))).map_err(|error| {
+    pusher.send(dir, &format!("Model pushed by omnigrpo {}", omnigrpo_observe::version())).map_err(|error| {
         let problem = Problem::failure("the model could not be pushed").at(pusher.repo.clone());
         problem.got(told(error.as_ref())).help("run the same command again to continue the upload").into()
     })
+}
+
+/// Prints what a push would send: the repository, each file with its size, and the card.
+fn listed(settings: &Settings, dir: &Path, files: &[(String, PathBuf)]) -> Result<()> {
+    let kind = if settings.push.private { "private" } else { "public" };
+    let name = repository(settings, dir)?;
+    let mut out = format!("{kind} repository: {name}\n\n");
+    for (name, path) in files {
+        let bytes = std::fs::metadata(path).with_context(|| path.display().to_string())?.len();
+        out.push_str(&format!("{:>9}  {name}\n", omnigrpo_train::room::size(bytes)));
+    }
+    match read_path(&dir.join("README.md"), MAX_TEXT_BYTES) {
+        Ok(card) => out.push_str(&format!("\nREADME.md:\n\n{}", String::from_utf8_lossy(&card))),
+        Err(_) => out.push_str("\nno README.md, so the repository has no card\n"),
+    }
+    print(&out)
+}
+
+/// Returns the name of the repository of a directory.
+fn repository(settings: &Settings, dir: &Path) -> Result<String, Problem> {
+    let own_name = || Some(std::path::absolute(dir).ok()?.file_name()?.to_string_lossy().into_owned());
+    let name = settings.push.model_id.clone().or_else(own_name).unwrap_or_default();
+    if is_repo_name(&name) {
+        return Ok(name);
+    }
+    Err(Problem::usage("wrong name for a repository of the hub")
+        .at("--hub_model_id")
+        .got(format!("`{name}`"))
+        .expected("`ORG/NAME` or `NAME`, of letters, digits, `-`, `_` and `.`"))
 }
 
 /// Step of the checkpoint being pushed, and the thread that pushes it.
@@ -78,15 +110,7 @@ impl Pusher {
                 .help("unset it, or train without `--push_to_hub` and run `omnigrpo push DIR` later")
                 .into());
         }
-        let own_name = || Some(std::path::absolute(dir).ok()?.file_name()?.to_string_lossy().into_owned());
-        let name = settings.push.model_id.clone().or_else(own_name).unwrap_or_default();
-        if !is_repo_name(&name) {
-            return Err(Problem::usage("wrong name for a repository of the hub")
-                .at("--hub_model_id")
-                .got(format!("`{name}`"))
-                .expected("`ORG/NAME` or `NAME`, of letters, digits, `-`, `_` and `.`")
-                .into());
-        }
+        let name = repository(settings, dir)?;
         let hub = hub(env);
         let repo = hub.create(&name, settings.push.private).map_err(|error| {
             let problem = Problem::failure("the repository on the hub cannot be created").at(name.clone());

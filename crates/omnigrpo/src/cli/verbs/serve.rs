@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{ColumnNames, ReadOptions};
-use omnigrpo_serve::{Options, Server};
+use omnigrpo_serve::{Options, Place, Server};
 use omnigrpo_train::room;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
@@ -29,7 +29,11 @@ pub fn serve(settings: &Settings, context: &Context) -> Result<()> {
     let given = settings.env.api_key.is_some();
     let options = Options {
         name: name.unwrap_or_default(),
-        port: settings.serve.port,
+        place: Place {
+            host: settings.network.host,
+            port: settings.serve.port,
+            names: settings.network.allowed_hosts.clone(),
+        },
         key: settings.env.api_key.clone(),
         sampling: settings.algorithm.sampling.clone(),
         max_live: settings.algorithm.max_live,
@@ -43,7 +47,13 @@ pub fn serve(settings: &Settings, context: &Context) -> Result<()> {
     if !given {
         print(&format!("key: {}\n", server.key()))?;
     }
-    context.console.line("the server answers only on this machine; press Ctrl-C to stop");
+    let (host, names) = (settings.network.host, &settings.network.allowed_hosts);
+    let whom = match host.is_loopback() {
+        true => "only on this machine".to_owned(),
+        false if names.is_empty() => format!("at {host}, by address; `--allowed_hosts` adds names"),
+        false => format!("at {host}, by address or as {}", names.join(", ")),
+    };
+    context.console.line(&format!("the server answers {whom}; press Ctrl-C to stop"));
     server.run(&model, &context.stop).context("the model cannot answer any more")
 }
 

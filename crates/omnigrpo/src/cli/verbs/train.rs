@@ -206,7 +206,11 @@ pub fn finish(summary: &RunSummary, resolved: &Resolved, first: bool) -> Result<
         print(&verdict(Path::new(&summary.report.run_dir)))?;
     }
     if !summary.interrupted {
-        return Ok(());
+        return if first {
+            print(&next_commands(Path::new(&summary.report.run_dir), &resolved.settings))
+        } else {
+            Ok(())
+        };
     }
     let again = match resolved.settings.run.resume.from {
         ResumeFrom::Newest | ResumeFrom::Must => {
@@ -480,12 +484,33 @@ fn eval_options(settings: &Settings) -> EvalOptions {
     EvalOptions { batch_rows: MAX_LIVE, ..options }
 }
 
+/// Returns the commands that show, ask and serve what a run has trained; empty if it wrote no model.
+fn next_commands(dir: &Path, settings: &Settings) -> String {
+    let word =
+        |text: &str| shlex::try_quote(text).map_or_else(|_| "''".to_owned(), std::borrow::Cow::into_owned);
+    let own = word(&dir.display().to_string());
+    let is_adapter = dir.join("adapter_config.json").is_file();
+    if !is_adapter && !dir.join("config.json").is_file() {
+        return String::new();
+    }
+    let base = settings.model.name.as_deref().map(word).unwrap_or_default();
+    let (model, served) = match is_adapter {
+        true => {
+            (format!("{base} --adapter_name_or_path {own}"), format!("{base} --adapter_name_or_path {own}"))
+        }
+        false => (own.clone(), own.clone()),
+    };
+    format!(
+        "\nomnigrpo watch {own}\nomnigrpo generate --model_name_or_path {model} --prompt TEXT\nomnigrpo serve {served}\n"
+    )
+}
+
 /// Writes the first line of the log, about the program and the machine.
 fn environment(context: &Context) {
     let threads = rayon::current_num_threads();
     context.console.line(&format!(
         "omnigrpo {} on {} thread{}, {}-{}",
-        env!("CARGO_PKG_VERSION"),
+        omnigrpo_observe::version(),
         threads,
         if threads == 1 { "" } else { "s" },
         std::env::consts::OS,

@@ -10,17 +10,16 @@ use anyhow::Result;
 use omnigrpo_guard::told;
 use omnigrpo_observe::{AskedBy, Event, Tracker, Trackers};
 use omnigrpo_watch::{
-    Action, Board, Controls, Error, Package, PackageRun, Packaged, Prometheus, Server, TensorBoard,
+    Action, Board, Controls, Error, Package, PackageRun, Packaged, Place, Prometheus, Server, TensorBoard,
 };
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
 use signal_hook::low_level::emulate_default_handler;
 
 use super::{Context, print, print_data};
-use crate::settings::Settings;
-use crate::settings::names;
 use crate::settings::problem::Problem;
 use crate::settings::values::Resolved;
+use crate::settings::{Network, Settings, names};
 
 /// Serves runs until the program is stopped.
 pub fn watch(settings: &Settings, context: &Context) -> Result<()> {
@@ -28,7 +27,8 @@ pub fn watch(settings: &Settings, context: &Context) -> Result<()> {
     if settings.log.tui {
         return terminal(&directories);
     }
-    let server = Server::start(&directories, settings.log.dashboard_port).map_err(problem)?;
+    let place = place(settings, settings.log.dashboard_port);
+    let server = Server::start(&directories, &place).map_err(problem)?;
     print(&format!("{}\n", server.url()))?;
     if server.runs_left_out() > 0 {
         context.console.line(&format!(
@@ -37,7 +37,8 @@ pub fn watch(settings: &Settings, context: &Context) -> Result<()> {
             server.runs_left_out(),
         ));
     }
-    context.console.line("the page opens only on this machine; press Ctrl-C to stop");
+    let whom = if place.is_local() { "only on this machine" } else { "for whoever knows its address" };
+    context.console.line(&format!("the page opens {whom}; press Ctrl-C to stop"));
     loop {
         std::thread::park();
     }
@@ -127,7 +128,9 @@ pub fn trackers(
     let given = settings.run.card.run_name.clone();
     let own = || directory.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let name = given.clone().unwrap_or_else(own);
-    let (port, may_send) = (settings.log.prometheus_port, !settings.env.wandb_disabled);
+    let (place, may_send) = (place(settings, settings.log.prometheus_port), !settings.env.wandb_disabled);
+    // Whoever can reach this machine could read the numbers, so they need the key.
+    let key = settings.env.api_key.clone().filter(|_| !place.is_local());
     let run = PackageRun {
         python: settings.rewards.options.external.python.clone(),
         directory: directory.to_owned(),
@@ -152,8 +155,8 @@ pub fn trackers(
             add("tensorboard", made.map(|one| Box::new(one) as _));
         }
         if wanted(Scraped) {
-            let made = Prometheus::start(port, &name).inspect(|one| {
-                console.notice(&format!("for Prometheus: http://127.0.0.1:{}/metrics", one.port()));
+            let made = Prometheus::start(&place, key, &name).inspect(|one| {
+                console.notice(&format!("for Prometheus: http://{}/metrics", place.address(one.port())));
             });
             add("prometheus", made.map(|one| Box::new(one) as _));
         }
@@ -195,8 +198,8 @@ pub fn beside(settings: &Settings, directory: &Path, context: &Context) -> Resul
         }
     };
     let controls = Controls { act: Box::new(act), activity: context.console.activity().clone() };
-    let server =
-        Server::start_live(directory, settings.log.dashboard_port, Some(controls)).map_err(problem)?;
+    let place = place(settings, settings.log.dashboard_port);
+    let server = Server::start_live(directory, &place, Some(controls)).map_err(problem)?;
     // The address contains a token, and other users may read the log.
     let file = server.address_file().unwrap_or(Path::new("")).display().to_string();
     context.console.log(&format!("the address of the run's page is in {file}"));
@@ -205,6 +208,12 @@ pub fn beside(settings: &Settings, directory: &Path, context: &Context) -> Resul
         false => context.console.unlogged(&format!("the run as a page: {}", server.url())),
     }
     Ok(Some(server))
+}
+
+/// Returns the place of a server with this port, as the settings give it.
+fn place(settings: &Settings, port: u16) -> Place {
+    let Network { host, allowed_hosts } = settings.network.clone();
+    Place { host, port, names: allowed_hosts }
 }
 
 /// Returns true if an output goes to a file that other accounts may read, such as the log of a batch system.

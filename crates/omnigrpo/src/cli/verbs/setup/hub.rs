@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
+use omnigrpo_data::media_folder;
 use omnigrpo_fetch::{FetchError, Hub, HubOptions, Step, cached, cached_dataset, has_weights, is_repo_name};
 use omnigrpo_guard::{inside, told};
 use omnigrpo_models::adapter_base;
@@ -105,10 +106,20 @@ fn fetch(name: &str, env: &HubEnvironment) -> Result<PathBuf, FetchError> {
     )
 }
 
-/// Returns the table files of a split in a folder on this machine.
+/// Returns the table files of a split in a folder on this machine, or the files of its media with their labels.
 pub fn folder_tables(folder: &Path, part: Option<&str>, split: &str) -> Result<Vec<PathBuf>, Problem> {
     let at = folder.display().to_string();
-    omnigrpo_fetch::folder_tables(folder, part, split).map_err(|error| match error {
+    let tables = omnigrpo_fetch::folder_tables(folder, part, split);
+    if let Err(FetchError::NoTables { .. }) = tables
+        && let Some(files) = media_folder(folder, split).map_err(|error| {
+            Problem::from_error(&error)
+                .at(at.clone())
+                .help("`--dataset_train_split` and `--dataset_test_split` select the split")
+        })?
+    {
+        return Ok(files);
+    }
+    tables.map_err(|error| match error {
         FetchError::NoTables { .. } if is_saved(folder) => {
             Problem::failure("the folder holds tables of Arrow, as `save_to_disk` of `datasets` writes them")
                 .at(at)
@@ -119,10 +130,13 @@ pub fn folder_tables(folder: &Path, part: Option<&str>, split: &str) -> Result<V
                     quoted(folder)
                 ))
         }
-        FetchError::NoTables { files, .. } => Problem::failure("the folder has no parquet tables")
+        FetchError::NoTables { files, .. } => Problem::failure("the folder has no parquet tables and no media")
             .at(at)
             .got(if files.is_empty() { "no files".to_owned() } else { format!("the files {files}") })
-            .expected("tables such as `data/train-00000-of-00001.parquet`, or a file of rows")
+            .expected(
+                "tables such as `data/train-00000-of-00001.parquet`, media with `metadata.csv` or with a folder for each class, \
+                 or a file of rows",
+            )
             .help("name the file of rows itself"),
         _ => Problem::failure("the folder does not have the split").at(at).got(format!("`{split}`")).help(format!(
             "{}; `--dataset_config`, `--dataset_train_split` and `--dataset_test_split` select the split",

@@ -1,0 +1,170 @@
+//! Tables of text, and folders of media as `datasets` reads them.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use omnigrpo_data::{ColumnNames, Dataset, DatasetSpec, MediumSource, ReadOptions, Sample, media_folder};
+use omnigrpo_guard::told;
+use serde_json::{Value, json};
+
+fn write(folder: &Path, name: &str, text: &[u8]) {
+    let path = folder.join(name);
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, text).unwrap();
+}
+
+fn options() -> ReadOptions {
+    ReadOptions { question: Some("What is it?".into()), ..ReadOptions::default() }
+}
+
+/// Opens a table with this text beside a picture `a.png`.
+fn table(name: &str, text: &[u8], options: &ReadOptions) -> Result<(tempfile::TempDir, Dataset), String> {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), "a.png", b"x");
+    write(folder.path(), name, text);
+    let opened = Dataset::open(&[DatasetSpec::file(folder.path().join(name))], options);
+    opened.map(|rows| (folder, rows)).map_err(|error| told(&error).to_string())
+}
+
+fn columns(rows: &Dataset) -> Vec<Value> {
+    (0..rows.len()).map(|row| Value::Object(rows.get(row).unwrap().columns)).collect()
+}
+
+fn media(sample: &Sample, folder: &Path) -> Vec<String> {
+    let within = |source: &MediumSource| match source {
+        MediumSource::Path(path) => path.strip_prefix(folder).unwrap().display().to_string(),
+        other => panic!("{other:?}"),
+    };
+    sample.media.iter().map(|own| within(&own.source)).collect()
+}
+
+/// `tests/data/make_folders.py` wrote the expected rows.
+#[test]
+fn folders_have_the_rows_of_datasets() {
+    let text = include_str!("data/folders.json");
+    let cases: BTreeMap<String, Value> = serde_json::from_str(text).unwrap();
+    assert!(cases.len() >= 9);
+    for (case, own) in cases {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().canonicalize().unwrap();
+        for (name, text) in own["files"].as_object().unwrap() {
+            write(&root, name, text.as_str().unwrap_or("x").as_bytes());
+        }
+        let splits = own["splits"].as_object().unwrap();
+        for (split, expected) in splits {
+            let files = media_folder(&root, split).unwrap().unwrap();
+            let specs: Vec<DatasetSpec> = files.iter().map(DatasetSpec::file).collect();
+            let rows = Dataset::open(&specs, &options()).unwrap();
+            let mut found: Vec<Value> = Vec::new();
+            for row in 0..rows.len() {
+                let sample = rows.get(row).unwrap();
+                let mut columns = sample.columns.clone();
+                // The place of the picture serves as an id where a table has none.
+                columns.remove("id");
+                let media = media(&sample, &root);
+                // Rows of pictures begin in the folder of their split, and those of a table in its folder.
+                for name in ["image", "images", "photo"] {
+                    match columns.get_mut(name) {
+                        Some(Value::String(path)) if name != "photo" => *path = media[0].clone(),
+                        Some(Value::Array(all)) => *all = media.iter().map(|path| json!(path)).collect(),
+                        _ => {}
+                    }
+                }
+                found.push(Value::Object(columns));
+            }
+            let number_as_text = |value: &Value| match value {
+                Value::Number(number) => json!(number.to_string()),
+                other => other.clone(),
+            };
+            let plain = |row: &Value| -> BTreeMap<String, Value> {
+                let row = row.as_object().unwrap().iter();
+                row.map(|(name, value)| (name.clone(), number_as_text(value))).collect()
+            };
+            let sorted = |rows: &[Value]| {
+                let mut all: Vec<String> = rows.iter().map(|row| json!(plain(row)).to_string()).collect();
+                all.sort();
+                all
+            };
+            assert_eq!(sorted(&found), sorted(expected.as_array().unwrap()), "{case}, {split}");
+        }
+        let missing = ["train", "validation", "test"].into_iter().find(|name| !splits.contains_key(*name));
+        let error = told(&media_folder(&root, missing.unwrap()).unwrap_err()).to_string();
+        assert!(error.contains("unknown split"), "{case}: {error}");
+    }
+}
+
+#[test]
+fn a_folder_for_each_class_gives_questions_pictures_and_labels() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().canonicalize().unwrap();
+    for name in ["cat/a.png", "dog/b.jpg", "dog/.hidden.png", "__MACOSX/a.png"] {
+        write(&root, name, b"x");
+    }
+    let rows = Dataset::open(&[DatasetSpec::file(&root)], &options()).unwrap();
+    let sample = rows.get(1).unwrap();
+    assert_eq!((rows.len(), sample.id.as_str()), (2, "dog/b.jpg"));
+    assert_eq!((sample.question().as_str(), sample.solution.as_deref()), ("What is it?", Some("dog")));
+    assert_eq!(media(&sample, &root), ["dog/b.jpg"]);
+    // Without a question, the error names what is missing.
+    let error = told(
+        &Dataset::open(&[DatasetSpec::file(&root)], &ReadOptions::default()).unwrap().get(0).unwrap_err(),
+    );
+    assert!(error.to_string().contains("question"), "{error}");
+    assert_eq!(
+        media_folder(&tempfile::tempdir().unwrap().path().canonicalize().unwrap(), "train").unwrap(),
+        None
+    );
+}
+
+#[test]
+fn cells_keep_their_texts_and_columns_of_numbers_are_numbers() {
+    let text = "\u{feff}image,colour,how many,code,size\r\n\
+                a.png,\"dark, \"\"red\"\"\",3,007,1.5\r\n\
+                a.png,\"two\nlines\",12,010,2.50\r\n\
+                a.png,NA,,1,3\r\n";
+    let (folder, rows) = table("rows.csv", text.as_bytes(), &options()).unwrap();
+    let expected = json!([
+        {"image": "a.png", "colour": "dark, \"red\"", "how many": 3, "code": "007", "size": "1.5"},
+        {"image": "a.png", "colour": "two\nlines", "how many": 12, "code": "010", "size": "2.50"},
+        {"image": "a.png", "colour": "NA", "code": "1", "size": "3"},
+    ]);
+    assert_eq!(json!(columns(&rows)), expected);
+    let sample = rows.get(2).unwrap();
+    assert_eq!(sample.origin.line, 5, "lines of the file, not rows");
+    assert_eq!(media(&sample, &folder.path().canonicalize().unwrap()), ["a.png"]);
+    // A column is named as in other files.
+    let columns = ColumnNames { solution: Some("colour".into()), ..ColumnNames::default() };
+    let (_folder, rows) = table("rows.csv", text.as_bytes(), &ReadOptions { columns, ..options() }).unwrap();
+    assert_eq!(rows.get(0).unwrap().solution.as_deref(), Some("dark, \"red\""));
+}
+
+#[test]
+fn the_separator_is_that_of_the_first_line() {
+    for (name, text) in [
+        ("a.csv", "question;answer\n\"a;b\";1,5\n"),
+        ("a.csv", "question\tanswer\na;b\t1,5\n"),
+        ("a.tsv", "question\tanswer\na;b\t1,5\n"),
+        ("A.CSV", "question,answer\na;b,\"1,5\"\n"),
+        ("a.csv", "\"question\",answer\r\na;b,\"1,5\""),
+    ] {
+        let (_folder, rows) = table(name, text.as_bytes(), &ReadOptions::default()).unwrap();
+        assert_eq!(columns(&rows), [json!({"question": "a;b", "answer": "1,5"})], "{text}");
+    }
+}
+
+#[test]
+fn damaged_tables_name_file_line_and_remedy() {
+    for (text, parts) in [
+        (&b"question,answer\nx,1\ny,2,3\n"[..], &["rows.csv:3", "got 3, expected 2", "put quotes"][..]),
+        (b"question,question\nx,1\n", &["rows.csv:1", "two columns are called `question`"]),
+        (b"question,,\nx,1,\n", &["two columns without a name"]),
+        (b"question,answer\nx,\xe4\n", &["rows.csv:2", "no UTF-8", "iconv"]),
+        (b"question,answer\n", &["0 rows"]),
+        (b"", &["0 rows"]),
+    ] {
+        let error = table("rows.csv", text, &ReadOptions::default()).map(|_| ()).unwrap_err();
+        assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+    }
+}
