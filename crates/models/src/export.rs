@@ -1,15 +1,17 @@
 //! Writes a checkpoint directory in the published layout.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use omnigrpo_guard::inside;
+use omnigrpo_ops::{Param, Part};
 use omnigrpo_text::{ChatTemplate, TemplateOrigin};
 use serde_json::Value;
 
 use crate::error::{ModelError, Result};
 use crate::families::Converted;
 use crate::model::Model;
-use crate::weights::save_weights;
+use crate::weights::{WeightDtype, WeightFiles, save_weights};
 
 /// Files of a checkpoint besides the weights.
 pub const COMPANIONS: [&str; 16] = [
@@ -150,7 +152,10 @@ impl Model {
                 }
                 (converted.config, converted.params)
             }
-            None => (Value::Object(self.checkpoint().config().object().clone()), self.saved_params()),
+            None => {
+                let config = Value::Object(self.checkpoint().config().object().clone());
+                (config, [self.saved_params(), self.carried_params()?].concat())
+            }
         };
         self.write_template(dir, left_out)?;
         let tied = Value::Bool(self.decoder().tied());
@@ -168,6 +173,31 @@ impl Model {
         let to = dir.join("config.json");
         std::fs::write(&to, format!("{config:#}\n")).map_err(ModelError::io(to))?;
         save_weights(dir, &params)
+    }
+
+    /// Reads the tensors of the checkpoint's files that the model does not use and that a saved copy keeps. A model with random
+    /// weights may have no such files.
+    fn carried_params(&self) -> Result<Vec<Arc<Param>>> {
+        let there = |name: &&str| self.dir().join(name).exists();
+        let files = ["model.safetensors", "model.safetensors.index.json"];
+        let Some(prefix) = self.family().format().carried().filter(|_| files.iter().any(|name| there(&name)))
+        else {
+            return Ok(Vec::new());
+        };
+        let key = |key: &str| key.starts_with(prefix).then(|| key.to_owned());
+        let files = WeightFiles::open(self.dir(), key)?;
+        let mut names: Vec<&str> = files.names().collect();
+        names.sort_unstable();
+        let read = |name: &str| {
+            let unfit = |what: String| ModelError::Checkpoint {
+                dir: self.dir().to_path_buf(),
+                what: what.trim().to_owned(),
+            };
+            let values = files.read(name, WeightDtype::Auto)?.map_err(unfit)?;
+            let shape = files.shape(name).unwrap_or_default();
+            Ok(Arc::new(Param::new(name, Part::Llm, shape, values)?))
+        };
+        names.into_iter().map(read).collect()
     }
 
     /// Copies tokenizer and processor files into `dir`. Also copies the Python code of checkpoints that are published with code;

@@ -12,6 +12,8 @@ mod decoders;
 mod emulated;
 #[path = "parity/networks.rs"]
 mod networks;
+#[path = "parity/qwen3_5.rs"]
+mod qwen3_5;
 #[path = "parity/qwen3_vl.rs"]
 mod qwen3_vl;
 #[path = "parity/smolvlm.rs"]

@@ -177,10 +177,14 @@ fn greedy_of_tiles_and_squares_equals_the_reference_without_a_cache() {
     let aria = rows::ARIA.map(|(name, cases)| ("aria", name, cases));
     let smolvlm = rows::SMOLVLM.map(|(name, cases)| ("smolvlm", name, cases));
     let qwen3 = rows::QWEN3_VL.map(|(name, cases)| ("qwen3_vl", name, cases));
-    for (folder, name, cases) in internvl.into_iter().chain(aria).chain(smolvlm).chain(qwen3) {
+    let qwen3_5 = rows::QWEN3_5.map(|(name, cases)| ("qwen3_5", name, cases));
+    let all = internvl.into_iter().chain(aria).chain(smolvlm).chain(qwen3).chain(qwen3_5);
+    for (folder, name, cases) in all {
         let setup = Setup::new(name);
+        // Qwen3.5 has the rows of Qwen3-VL.
+        let of_rows = if folder == "qwen3_5" { "qwen3_vl" } else { folder };
         for case in cases.chars().map(|case| case.to_string()) {
-            let prompt = rows::prompt_of(folder, &checkpoint(name), &case);
+            let prompt = rows::prompt_of(of_rows, &checkpoint(name), &case);
             let features = setup.model.encode_prompt(&prompt).unwrap();
             let row = Row { prompt, features, row: 0 };
             let expected = Golden::read(&format!("{folder}/{case}.{name}.safetensors")).ids("greedy");
@@ -199,7 +203,15 @@ fn greedy_of_tiles_and_squares_equals_the_reference_without_a_cache() {
 
 #[test]
 fn rollout_equals_training_log_probabilities() {
-    for name in ["qwen2_vl_tied", "qwen2_vl_untied", "qwen2_5_vl_tied", "qwen2_5_vl_untied", "qwen3_vl"] {
+    for name in [
+        "qwen2_vl_tied",
+        "qwen2_vl_untied",
+        "qwen2_5_vl_tied",
+        "qwen2_5_vl_untied",
+        "qwen3_vl",
+        "qwen3_5",
+        "qwen3_5_untied",
+    ] {
         let setup = Setup::new(name);
         let rows: Vec<Row> = ["C", "D2", "B", "E", "A"].iter().map(|c| setup.row(c, 3)).collect();
         let rows: Vec<&Row> = rows.iter().collect();
@@ -230,7 +242,9 @@ fn rollout_equals_training_log_probabilities() {
 fn a_rollout_can_be_differentiated() {
     let stops = StopSet { ids: (0..300).step_by(23).collect(), ..StopSet::default() };
     let internvl = ("internvl_hf", ["A", "C", "B"]);
-    for (name, cases) in QWENS.map(|name| (name, ["E", "D2", "C"])).into_iter().chain([internvl]) {
+    let qwen3_5 = ["qwen3_5", "qwen3_5_untied"].map(|name| (name, ["E", "D2", "C"]));
+    let all = QWENS.map(|name| (name, ["E", "D2", "C"])).into_iter().chain(qwen3_5).chain([internvl]);
+    for (name, cases) in all {
         let setup = Setup::new(name);
         let model = &setup.model;
         assert!(model.can_recall());

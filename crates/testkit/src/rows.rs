@@ -26,6 +26,10 @@ pub const SMOLVLM: [(&str, &str); 3] =
 
 pub const QWEN3_VL: [(&str, &str); 2] = [("qwen3_vl", "ABCDEF"), ("qwen3_vl_untied", "CE")];
 
+/// The rows of the cases are those of Qwen3-VL.
+pub const QWEN3_5: [(&str, &str); 3] =
+    [("qwen3_5", "ABCDEF"), ("qwen3_5_untied", "CE"), ("qwen3_5_text", "B")];
+
 pub fn dataset() -> Dataset {
     dataset_of("internvl")
 }

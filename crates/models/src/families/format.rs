@@ -19,6 +19,12 @@ pub trait Format: Send + Sync {
         published.to_owned()
     }
 
+    /// Returns the prefix of tensors that the model does not use and that a saved copy keeps unchanged. [`Self::published_name`]
+    /// returns `None` for them.
+    fn carried(&self) -> Option<&'static str> {
+        None
+    }
+
     /// Returns the towers that may be in separate directories.
     fn companions(&self) -> Vec<Companion> {
         Vec::new()

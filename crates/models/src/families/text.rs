@@ -1,6 +1,7 @@
-//! Language models that read text only: Qwen2 and Qwen2.5, dense Qwen3, Llama 2 and 3 and SmolLM2.
+//! Language models that read text only: Qwen2 and Qwen2.5, dense Qwen3, Llama 2 and 3 and SmolLM2, and dense
+//! Qwen3.5 without its tower.
 //!
-//! Source: `transformers` 5.23, `models/{qwen2,qwen3,llama}`. The class of a checkpoint is in `model_type`; sizes are in
+//! Source: `transformers` 5.23, `models/{qwen2,qwen3,qwen3_5,llama}`. The class of a checkpoint is in `model_type`; sizes are in
 //! `config.json` itself.
 
 use std::sync::Arc;
@@ -28,10 +29,16 @@ impl TextClass {
     /// Dense Qwen3.
     pub const QWEN3: Self =
         Self { model_type: "qwen3", architecture: "Qwen3ForCausalLM", defaults: TextDefaults::QWEN3 };
+    /// Dense Qwen3.5 without a tower.
+    pub const QWEN35: Self = Self {
+        model_type: "qwen3_5_text",
+        architecture: "Qwen3_5ForCausalLM",
+        defaults: TextDefaults::QWEN35,
+    };
     /// Llama.
     pub const LLAMA: Self =
         Self { model_type: "llama", architecture: "LlamaForCausalLM", defaults: TextDefaults::LLAMA };
-    /// All classes.
+    /// Classes that GGUF files and classifiers have.
     pub const ALL: [Self; 3] = [Self::QWEN2, Self::QWEN3, Self::LLAMA];
 
     /// Returns the class with this `model_type`.
@@ -44,6 +51,7 @@ impl TextClass {
 struct Text {
     decoder: DecoderConfig,
     initializer_range: f32,
+    carried: Option<&'static str>,
 }
 
 /// Reads the configuration.
@@ -54,7 +62,8 @@ pub fn open(json: &ConfigJson, class: &TextClass) -> Result<Roles> {
     json.only("model_type", class.model_type)?;
     json.only("architectures", vec![class.architecture])?;
     let decoder = DecoderConfig::parse(json, json, class.defaults)?;
-    let text = Arc::new(Text { decoder, initializer_range: json.spread("initializer_range", 0.02)? });
+    let initializer_range = json.spread("initializer_range", 0.02)?;
+    let text = Arc::new(Text { decoder, initializer_range, carried: class.defaults.carried() });
     Ok(Roles { processor: Box::new(TextProcessor), architecture: Arc::clone(&text) as _, format: text })
 }
 
@@ -64,7 +73,12 @@ impl Processor for TextProcessor {}
 
 impl Format for Text {
     fn published_name(&self, key: &str) -> Option<String> {
-        (!key.ends_with(".rotary_emb.inv_freq")).then(|| key.to_owned())
+        let is_carried = self.carried.is_some_and(|prefix| key.starts_with(prefix));
+        (!is_carried && !key.ends_with(".rotary_emb.inv_freq")).then(|| key.to_owned())
+    }
+
+    fn carried(&self) -> Option<&'static str> {
+        self.carried
     }
 }
 

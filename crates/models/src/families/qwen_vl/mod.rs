@@ -1,6 +1,6 @@
-//! Qwen2-VL, Qwen2.5-VL and the dense sizes of Qwen3-VL.
+//! Qwen2-VL, Qwen2.5-VL, and the dense sizes of Qwen3-VL and Qwen3.5.
 //!
-//! Source: `transformers` 5.23 (`models/qwen2_vl`, `models/qwen2_5_vl`, `models/qwen3_vl`), `qwen-vl-utils` 0.0.14 for media, the
+//! Source: `transformers` 5.23 (`models/qwen2_vl`, `models/qwen2_5_vl`, `models/qwen3_vl`, `models/qwen3_5`), `qwen-vl-utils` 0.0.14 for media, the
 //! published checkpoints for defaults.
 
 mod config;
@@ -39,10 +39,15 @@ pub fn open(dir: &Path, json: &ConfigJson, rules: &'static Rules) -> Result<Role
 
 impl Format for QwenVlConfig {
     fn published_name(&self, key: &str) -> Option<String> {
-        if key.ends_with("rotary_emb.inv_freq") || key.ends_with("position_ids") {
+        let is_carried = self.carried().is_some_and(|prefix| key.starts_with(prefix));
+        if is_carried || key.ends_with("rotary_emb.inv_freq") || key.ends_with("position_ids") {
             return None;
         }
         Some(renamed(key, MODULES, self.rules.prefixes))
+    }
+
+    fn carried(&self) -> Option<&'static str> {
+        self.rules.text.carried()
     }
 
     fn module_name(&self, published: &str) -> String {

@@ -22,6 +22,7 @@ use super::rules::Rules;
 use crate::block::{Block, BlockPass, Mlp, NormOrder};
 use crate::encoders::constant;
 use crate::error::{ModelError, Result};
+use crate::mixer::Mixer;
 use crate::weights::{Init, Scope, WeightSource};
 
 /// The vision tower and its mergers.
@@ -81,6 +82,7 @@ impl VisionTower {
             let mut weights = weights.sub(&format!("blocks.{b}."));
             let mut linear = |name: &str, n: usize, k: usize| weights.linear(name, n, k, true);
             blocks.push(Arc::new(Block {
+                mixer: Mixer::Attention,
                 order: NormOrder::Pre,
                 experts: None,
                 norms,
