@@ -326,6 +326,7 @@ fn folder(name: &str) -> &'static str {
         "smolvlm" => "smolvlm",
         "humanomni" => "humanomni",
         name if name.starts_with("internvl") => "internvl",
+        name if name.starts_with("qwen3_5") => "qwen3_5",
         _ => "cases",
     }
 }
@@ -334,9 +335,18 @@ fn folder(name: &str) -> &'static str {
 /// device's training pass.
 #[test]
 fn generation_on_every_device() {
-    for (name, case) in FAMILIES {
+    // No GPU runs Qwen3.5.
+    let on_cpus = [("qwen3_5", "E"), ("qwen3_5_untied", "E"), ("qwen3_5_text", "B")];
+    for (name, case) in FAMILIES.into_iter().chain(on_cpus) {
         let expected = Golden::read(&format!("{}/{case}.{name}.safetensors", folder(name))).ids("greedy");
         for device in Device::all() {
+            if matches!(device, Device::Gpu(_)) && name.starts_with("qwen3_5") {
+                let options = LoadOptions { device, ..LoadOptions::default() };
+                let refused = Model::load(&Checkpoint::open(&checkpoint(name)).unwrap(), &options);
+                let message = refused.err().unwrap().to_string();
+                assert!(message.contains("models of the family qwen3_5"), "{message}");
+                continue;
+            }
             let setup = Setup::on(name, WeightDtype::Float32, device);
             let row = setup.row(case, 0);
             let groups = setup.generate(&[&row], 2, &greedy(expected.len()), &StopSet::default(), 8);
@@ -586,9 +596,31 @@ fn larger_models_keep_every_bit() {
     }
 }
 
+/// Decoding by the recurrence and training by chunks agree after a prompt of many chunks, beyond what a loss can see. Bits of a
+/// completion do not depend on the batch.
+#[test]
+fn the_delta_rule_after_a_long_prompt() {
+    for name in ["qwen3_5", "qwen3_5_untied"] {
+        let setup = Setup::new(name);
+        let row = |(case, row): (&str, u64)| {
+            let short = setup.row(case, row);
+            Row { prompt: lengthened(short.prompt, 2000), ..short }
+        };
+        let rows = [("E", 3), ("C", 4)].map(row);
+        let rows: Vec<&Row> = rows.iter().collect();
+        let groups = setup.generate(&rows, 3, &sampled(70), &StopSet::default(), 8);
+        let (got, want) = (recorded(&groups), scored(&setup.model, &rows, &groups, 1.0));
+        let far: Vec<f64> = got.iter().zip(&want).map(|(a, b)| f64::from((a - b).abs())).collect();
+        let mean = far.iter().sum::<f64>() / far.len() as f64;
+        assert!(mean <= 2e-6, "{name}: log-probabilities differ by {mean} in the mean");
+        assert!(max_diff(&got, &want) <= 2e-5, "{name}: {}", max_diff(&got, &want));
+        assert!(setup.generate(&rows, 3, &sampled(70), &StopSet::default(), 1) == groups, "{name}");
+    }
+}
+
 #[test]
 fn completions_do_not_depend_on_threads() {
-    for name in QWENS {
+    for name in QWENS.into_iter().chain(["qwen3_5"]) {
         let within = |threads: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             pool.install(|| {

@@ -111,6 +111,8 @@ const VIDEO: u32 = 303;
 /// The prompt of a case, with positions as this program computes them.
 pub fn case_prompt(case: &str, model: &Model) -> Prompt {
     match model.family().name() {
+        "qwen3_5" => return crate::rows::prompt_of("qwen3_vl", &checkpoint("qwen3_5"), case),
+        "qwen3_5_text" => return crate::rows::prompt_of("qwen3_vl", &checkpoint("qwen3_5_text"), case),
         "qwen3_vl" => return crate::rows::prompt_of("qwen3_vl", &checkpoint("qwen3_vl"), case),
         "aria" => return crate::rows::prompt_of("aria", model.dir(), case),
         "smolvlm" => return crate::rows::prompt_of("smolvlm", model.dir(), case),
