@@ -13,6 +13,7 @@ import make_omni
 import make_packed
 import make_positions
 import make_published
+import make_qwen3_5
 import make_qwen3_vl
 import make_replay
 import make_rope
@@ -33,6 +34,7 @@ if __name__ == "__main__":
     make_aria.main()
     make_smolvlm.main()
     make_qwen3_vl.main()
+    make_qwen3_5.main()
     make_lora.main()
     make_published.main()
     make_encoders.main()

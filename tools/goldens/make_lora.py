@@ -6,6 +6,7 @@ import shutil
 import make_aria
 import make_internvl
 import make_omni
+import make_qwen3_5
 import make_qwen3_vl
 import make_smolvlm
 import torch
@@ -46,6 +47,16 @@ QWEN3_VL = {
         "qwen3_vl_moe", "E",
         dict(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"],
              target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
+    ),
+}
+# Every linear layer of blocks of both kinds.
+QWEN3_5 = {
+    "delta": (
+        "qwen3_5", "E",
+        dict(r=3, lora_alpha=6, target_modules=[
+            "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj",
+            "gate_proj", "up_proj", "down_proj",
+        ]),
     ),
 }
 # The decoder, blocks of the tower and the connector, by the names of all their linear layers.
@@ -149,11 +160,11 @@ def run_internvl(adapter: str):
     write(adapter, name, wrapped, trained, logp, inputs["coefficients"], names)
 
 
-def run_qwen3_vl(adapter: str):
-    name, case, settings = QWEN3_VL[adapter]
+def run_qwen3(adapter: str, adapters, family):
+    name, case, settings = adapters[adapter]
     inputs = load_file(make_qwen3_vl.ROOT / f"{case}.safetensors")
-    prompt = load_file(make_qwen3_vl.ROOT / f"{case}.{name}.safetensors")["prompt_ids"].tolist()
-    model = make_qwen3_vl.new_model(name)
+    prompt = load_file(family.ROOT / f"{case}.{name}.safetensors")["prompt_ids"].tolist()
+    model = family.new_model(name)
     wrapped, trained = wrap(model, settings)
     media = make_qwen3_vl.inputs_of(make_qwen3_vl.CASES[case][1])
     completion = inputs["completion_ids"].tolist()
@@ -221,7 +232,9 @@ def main():
     for adapter in ARIA:
         run_aria(adapter)
     for adapter in QWEN3_VL:
-        run_qwen3_vl(adapter)
+        run_qwen3(adapter, QWEN3_VL, make_qwen3_vl)
+    for adapter in QWEN3_5:
+        run_qwen3(adapter, QWEN3_5, make_qwen3_5)
 
 
 if __name__ == "__main__":

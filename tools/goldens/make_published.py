@@ -13,7 +13,7 @@ from transformers import (
     AriaForConditionalGeneration, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText,
     InternVLForConditionalGeneration, LlamaConfig, Qwen2_5OmniForConditionalGeneration,
     Qwen2_5OmniThinkerForConditionalGeneration, Qwen2AudioForConditionalGeneration, Qwen3VLForConditionalGeneration,
-    Qwen3VLMoeForConditionalGeneration,
+    Qwen3VLMoeForConditionalGeneration, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration,
 )
 
 PUBLISHED = OUT / "published"
@@ -268,6 +268,70 @@ def qwen3_vl_tensors(directory) -> dict:
     return dict(
         tied=config.tie_word_embeddings, parameters=total,
         tensors=[[p, list(s), len(names) if "{i}" in p else 0] for (p, s), names in rows.items()],
+    )
+
+
+# size -> hidden, layers, heads, key and value heads, feed-forward, value heads of the delta rule, tied, tower
+QWEN3_5 = {
+    "0.8B": (1024, 24, 8, 2, 3584, 16, True, (12, 768, 12, 3072)),
+    "2B": (2048, 24, 8, 2, 6144, 16, True, (24, 1024, 16, 4096)),
+    "4B": (2560, 32, 16, 4, 9216, 32, True, (24, 1024, 16, 4096)),
+    "9B": (4096, 32, 16, 4, 12288, 32, False, (27, 1152, 16, 4304)),
+    "27B": (5120, 64, 24, 4, 17408, 48, False, (27, 1152, 16, 4304)),
+}
+
+
+def qwen3_5_configs() -> dict:
+    """Every dense size, and the language model of the smallest alone."""
+    out = {}
+    for size, (hidden, layers, heads, kv, inner, value, tied, (depth, width, vision_heads, vision_inner)) in QWEN3_5.items():
+        text = dict(
+            attention_bias=False, attention_dropout=0.0, attn_output_gate=True, dtype="bfloat16", eos_token_id=248044,
+            full_attention_interval=4, head_dim=256, hidden_act="silu", hidden_size=hidden, initializer_range=0.02,
+            intermediate_size=inner, linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_num_key_heads=16,
+            layer_types=["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)],
+            linear_num_value_heads=value, linear_value_head_dim=128, mamba_ssm_dtype="float32",
+            max_position_embeddings=262144, model_type="qwen3_5_text", mtp_num_hidden_layers=1,
+            num_attention_heads=heads, num_hidden_layers=layers, num_key_value_heads=kv, rms_norm_eps=1e-6,
+            rope_parameters=dict(
+                mrope_interleaved=True, mrope_section=[11, 11, 10], partial_rotary_factor=0.25, rope_theta=10000000,
+                rope_type="default",
+            ),
+            tie_word_embeddings=tied, use_cache=True, vocab_size=248320,
+        )
+        out[f"qwen3_5_{size}"] = dict(
+            architectures=["Qwen3_5ForConditionalGeneration"], image_token_id=248056, model_type="qwen3_5",
+            text_config=text, tie_word_embeddings=tied, video_token_id=248057,
+            vision_config=dict(
+                deepstack_visual_indexes=[], depth=depth, hidden_act="gelu_pytorch_tanh", hidden_size=width,
+                in_channels=3, initializer_range=0.02, intermediate_size=vision_inner, model_type="qwen3_5",
+                num_heads=vision_heads, num_position_embeddings=2304, out_hidden_size=hidden, patch_size=16,
+                spatial_merge_size=2, temporal_patch_size=2,
+            ),
+            vision_end_token_id=248054, vision_start_token_id=248053,
+        )
+        if size == "0.8B":
+            out["qwen3_5_text_0.8B"] = text | dict(architectures=["Qwen3_5ForCausalLM"])
+    return out
+
+
+def qwen3_5_tensors(directory) -> dict:
+    """The last number of a tensor is a list of layers if not every layer has it."""
+    config = AutoConfig.from_pretrained(directory)
+    of = Qwen3_5ForCausalLM if config.model_type == "qwen3_5_text" else Qwen3_5ForConditionalGeneration
+    with torch.device("meta"):
+        model = of(config)
+    rows, total = {}, 0
+    for n, p in model.named_parameters():
+        total += p.numel()
+        layer = re.search(r"\b(?:layers|blocks)\.(\d+)\.", n)
+        pattern = re.sub(r"\b(layers|blocks)\.(\d+)\.", r"\1.{i}.", n)
+        rows.setdefault((pattern, tuple(p.shape)), []).append(int(layer[1]) if layer else None)
+    assert len({pattern for pattern, _ in rows}) == len(rows)
+    each = lambda layers: 0 if layers == [None] else len(layers) if layers == list(range(len(layers))) else layers
+    return dict(
+        tied=config.tie_word_embeddings, parameters=total,
+        tensors=[[p, list(s), each(layers)] for (p, s), layers in rows.items()],
     )
 
 
@@ -563,7 +627,7 @@ def aria_tensors(directory) -> dict:
 def main():
     lines = []
     for key, config in (
-        configs() | qwen3_vl_configs() | internvl_configs() | {"aria_25B": aria_config()} | smolvlm_configs()
+        configs() | qwen3_vl_configs() | qwen3_5_configs() | internvl_configs() | {"aria_25B": aria_config()} | smolvlm_configs()
         | text_configs() | omni_configs()
     ).items():
         directory = PUBLISHED / key
@@ -573,6 +637,8 @@ def main():
             result = omni_tensors(key, directory)
         elif config["model_type"] in ("qwen2", "qwen3", "qwen3_moe", "llama"):
             result = text_tensors(directory)
+        elif key.startswith("qwen3_5"):
+            result = qwen3_5_tensors(directory)
         elif key.startswith("smolvlm"):
             write_json(directory / "preprocessor_config.json", smolvlm_processor(config))
             result = text_tensors(directory, AutoModelForImageTextToText)

@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use crate::error::ModelError;
 use crate::experts::{Experts, ExpertsPass, KeptExperts};
+use crate::mixer::{self, Mixer};
 use omnigrpo_ops::{
     Activation, AttentionHeads, Index, Kept, Layout, Lend, Linear, Norm, Op, PackedLinear, Param, Pass,
     Result, RopeTable, Rows,
@@ -67,7 +68,10 @@ pub struct Block {
     pub qk_norm: Option<QkNorm>,
     /// Scales `[h]` of the outputs that attention and the feed-forward layer add to the stream.
     pub scales: Option<[Arc<Param>; 2]>,
-    /// Projections of queries, keys and values: one layer with the rows in this order, or three layers.
+    /// How the block mixes rows.
+    pub mixer: Mixer,
+    /// Projections of queries, keys and values: one layer with the rows in this order, or three layers. Those of the delta rule are
+    /// the input layers that [`DeltaMixer`](crate::mixer::DeltaMixer) names.
     pub qkv: Vec<Linear>,
     /// `[h, q · d]`
     pub proj: Linear,
@@ -75,7 +79,7 @@ pub struct Block {
     pub mlp: Option<Mlp>,
     /// Experts of a mixture. Their output is added to that of `mlp`.
     pub experts: Option<Experts>,
-    /// Number and width of the attention heads.
+    /// Number and width of the attention heads. The delta rule has its own heads.
     pub heads: AttentionHeads,
 }
 
@@ -96,7 +100,8 @@ impl Block {
         let linear = mlp.into_iter().chain(&self.qkv).chain([&self.proj]);
         let linear = linear.chain(experts.clone().map(|experts| &experts.router)).flat_map(Linear::params);
         let experts = experts.flat_map(|experts| [experts.fc1.weight(), experts.fc2.weight()]);
-        norms.chain(self.scales.iter().flatten()).chain(linear).chain(experts).collect()
+        let own = self.mixer.params();
+        norms.chain(self.scales.iter().flatten()).chain(own).chain(linear).chain(experts).collect()
     }
 }
 
@@ -126,13 +131,13 @@ struct MlpPass {
 
 /// Arrays that a block keeps for its backward pass, besides its input.
 pub struct KeptBlock {
-    /// Queries, keys and values before their norms, if the block has such norms.
+    /// Queries, keys and values before their norms, if the block has such norms, and with the gates of queries.
     raw: Option<Rows>,
-    /// `[t, (q + 2 kv) · d]`
+    /// `[t, (q + 2 kv) · d]`, or the packed rows of the delta rule.
     qkv: Rows,
-    /// `[t, q]`
+    /// `[t, q]`, or the gates of the delta rule.
     lse: Rows,
-    /// `[t, q · d]`
+    /// Output of attention `[t, q · d]` or of the delta rule, before its gate.
     attended: Rows,
     joined: [Joined; 2],
     /// Stream between the two halves, `[n, h]`.
@@ -296,12 +301,13 @@ impl BlockPass {
     ) -> Result<(Rows, KeptBlock)> {
         let mut qkv = self.qkv.forward(&self.enter(0, x)?)?;
         let raw = self.normalise(&mut qkv)?;
-        if let Some(rope) = &self.rope {
+        if let Some(rope) = self.rotation() {
             self.block.heads.rotate(&mut qkv, rope, false)?;
         }
         let (attended, lse) = attend(&qkv)?;
-        let (middle, joined) =
-            self.leave(0, &self.pick(x)?, Some((&self.proj, &self.pick(&attended)?)), None)?;
+        let opened = self.open(raw.as_ref().unwrap_or(&qkv), &self.pick(&attended)?)?;
+        let (middle, joined) = self.leave(0, &self.pick(x)?, Some((&self.proj, &opened)), None)?;
+        drop(opened);
         let entered = self.enter(1, &middle)?;
         let wide = self.mlp.as_ref().map(|mlp| mlp.first.forward(&entered)).transpose()?;
         let (routed, experts) = self.run_experts(&entered)?.unzip();
@@ -310,6 +316,32 @@ impl BlockPass {
         let shared = self.mlp.as_ref().map(|mlp| &mlp.last).zip(inner.as_ref());
         let (y, last) = self.leave(1, &middle, shared, routed.as_ref())?;
         Ok((y, KeptBlock { raw, qkv, lse, attended, joined: [joined, last], middle, wide, experts }))
+    }
+
+    /// Returns the rotation of queries and keys. The delta rule has none.
+    fn rotation(&self) -> Option<&Arc<RopeTable>> {
+        self.rope.as_ref().filter(|_| !matches!(self.block.mixer, Mixer::Delta(_)))
+    }
+
+    /// Returns the input of the output layer, for the rows that continue past attention. `attended` has only these rows.
+    fn open(&self, packed: &Rows, attended: &Rows) -> Result<Rows> {
+        match &self.block.mixer {
+            Mixer::Attention => Ok(attended.clone()),
+            Mixer::GatedAttention => attended.gated(&self.pick(&mixer::gates(packed, self.block.heads)?)?),
+            Mixer::Delta(delta) => delta.open(&self.pick(packed)?, attended),
+        }
+    }
+
+    /// Returns the gradients of `attended` and of its gate, if there is one, given that of the output layer's input.
+    fn open_back(&self, packed: &Rows, attended: &Rows, dy: Rows) -> Result<(Rows, Option<Rows>)> {
+        let [dattended, dgate] = match &self.block.mixer {
+            Mixer::Attention => return Ok((dy, None)),
+            Mixer::GatedAttention => {
+                attended.gated_back(&self.pick(&mixer::gates(packed, self.block.heads)?)?, &dy)?
+            }
+            Mixer::Delta(delta) => delta.open_back(&self.pick(packed)?, attended, &dy)?,
+        };
+        Ok((dattended, Some(dgate)))
     }
 
     /// Selects the rows of `x` that continue past attention.
@@ -417,22 +449,30 @@ impl BlockPass {
         Ok([dbranch, dsum])
     }
 
-    /// Normalises queries and keys in place. Returns their previous values if the block has such norms.
+    /// Removes the gates of queries and normalises queries and keys, in place. Returns the previous rows if they differ.
     fn normalise(&self, qkv: &mut Rows) -> Result<Option<Rows>> {
-        if self.block.qk_norm.is_none() {
+        let gated = matches!(self.block.mixer, Mixer::GatedAttention);
+        if self.block.qk_norm.is_none() && !gated {
             return Ok(None);
         }
         let raw = qkv.clone();
+        if gated {
+            *qkv = mixer::without_gates(&raw, self.block.heads)?;
+        }
+        let plain = qkv.clone();
         for (norm, from, width, split) in self.qk_norms() {
             let (rows, cols) = (qkv.rows() * split, width / split);
-            let input = raw.columns(from..from + width)?.reshape(rows, cols)?;
+            let input = plain.columns(from..from + width)?.reshape(rows, cols)?;
             qkv.set_columns(from, &norm.forward(&input)?.0.reshape(raw.rows(), width)?)?;
         }
         Ok(Some(raw))
     }
 
-    /// Turns the gradient of the output of [`Self::normalise`] into that of its input, in place.
-    fn normalise_back(&self, raw: &Rows, dqkv: &mut Rows) -> Result<()> {
+    /// Turns the gradient of the output of [`Self::normalise`] into that of its input, in place. `dgate` is the gradient of the gates
+    /// of queries, if there are gates.
+    fn normalise_back(&self, raw: &Rows, dqkv: &mut Rows, dgate: Option<&Rows>) -> Result<()> {
+        let plain = dgate.map(|_| mixer::without_gates(raw, self.block.heads)).transpose()?;
+        let raw = plain.as_ref().unwrap_or(raw);
         for (norm, from, width, split) in self.qk_norms() {
             let (rows, cols) = (raw.rows() * split, width / split);
             let input = raw.columns(from..from + width)?.reshape(rows, cols)?;
@@ -441,6 +481,9 @@ impl BlockPass {
             let mut dinput = Rows::zeros(raw.device(), rows, cols);
             norm.backward(&mut dinput, &input, &stats, &dy)?;
             dqkv.set_columns(from, &dinput.reshape(raw.rows(), width)?)?;
+        }
+        if let Some(dgate) = dgate {
+            *dqkv = mixer::join_gates(dqkv, dgate, self.block.heads)?;
         }
         Ok(())
     }
@@ -471,7 +514,10 @@ impl Op for BlockPass {
 
     fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, KeptBlock)> {
         self.lend()?;
-        self.run(x, |qkv| self.block.heads.forward(qkv, &self.layout))
+        self.run(x, |qkv| match &self.block.mixer {
+            Mixer::Delta(delta) => delta.forward(qkv, &self.layout),
+            _ => self.block.heads.forward(qkv, &self.layout),
+        })
     }
 
     /// Runs the backward pass. Each kept array is freed after its use.
@@ -513,17 +559,29 @@ impl Op for BlockPass {
         })?;
         drop((middle, wide));
         let [dbranch, dresidual] = self.leave_back(0, joined, dmiddle)?;
-        let dattended = self.proj.backward(&self.pick(&attended)?, &dbranch)?;
+        let (packed, picked) = (raw.as_ref().unwrap_or(&qkv), self.pick(&attended)?);
+        let dopened = self.proj.backward(&self.open(packed, &picked)?, &dbranch)?;
         drop(dbranch);
+        let (dattended, dgate) = self.open_back(packed, &picked, dopened)?;
+        drop(picked);
         let dattended = self.spread(dattended, x.rows())?;
-        let mut dqkv = self.block.heads.backward(&qkv, &attended, &lse, &dattended, &self.layout)?;
-        drop((qkv, attended, dattended));
-        if let Some(rope) = &self.rope {
-            self.block.heads.rotate(&mut dqkv, rope, true)?;
-        }
-        if let Some(raw) = raw {
-            self.normalise_back(&raw, &mut dqkv)?;
-        }
+        let dgate = dgate.map(|dgate| self.spread(dgate, x.rows())).transpose()?;
+        let dqkv = match (&self.block.mixer, &dgate) {
+            (Mixer::Delta(delta), Some(dgate)) => {
+                delta.backward(&qkv, &lse, &dattended, dgate, &self.layout)?
+            }
+            _ => {
+                let mut dqkv = self.block.heads.backward(&qkv, &attended, &lse, &dattended, &self.layout)?;
+                drop((qkv, attended, dattended));
+                if let Some(rope) = &self.rope {
+                    self.block.heads.rotate(&mut dqkv, rope, true)?;
+                }
+                if let Some(raw) = raw {
+                    self.normalise_back(&raw, &mut dqkv, dgate.as_ref())?;
+                }
+                dqkv
+            }
+        };
         let dresidual = self.spread(dresidual, x.rows())?;
         Ok([Some(self.enter_back(0, x, dresidual, |x| self.qkv.backward(x, &dqkv))?)])
     }

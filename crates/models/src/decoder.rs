@@ -11,15 +11,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use omnigrpo_ops::{
-    AttentionHeads, AttentionLayout, DecodeBatch, DecodeRows, Draw, DrawFrom, GroupCache, Host, Index,
-    Layout, Norm, Param, Part, Pass, Replays, RopeTable, Rows, Sampler, Scores, Tape, Targets, Var, embed,
-    embed_backward,
+    AttentionHeads, AttentionLayout, CausalConv, DecodeBatch, DecodeRows, DeltaGates, DeltaHeads, Draw,
+    DrawFrom, GatedNorm, GroupCache, Host, Index, Layout, Linear, Norm, Param, Part, Pass, Replays,
+    RopeTable, Rows, Sampler, Scores, StateSizes, Tape, Targets, Var, embed, embed_backward,
 };
 
 use crate::block::{Block, BlockPass, Mlp, NormOrder, QkNorm};
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
 use crate::experts::{Experts, ExpertsConfig, MixtureClass};
+use crate::mixer::{DeltaMixer, Mixer};
 use crate::recall::DecoderMemory;
 use crate::rope::Rope;
 use crate::weights::{Init, Scope, WeightSource};
@@ -43,6 +44,8 @@ pub struct DecoderConfig {
     pub rms_eps: f32,
     /// Rotary positions.
     pub rope: Rope,
+    /// Number of columns of a head that are rotated.
+    pub rotary: usize,
     /// Longest sequence for which the model was trained, in tokens.
     pub max_positions: usize,
     /// Whether the configuration ties input embedding and output head. A file with two different tensors overrides it.
@@ -51,10 +54,27 @@ pub struct DecoderConfig {
     pub attention_bias: [bool; 2],
     /// Whether queries and keys are normalised head by head.
     pub qk_norm: bool,
+    /// Whether RMS norms multiply by one plus their weight.
+    pub norm_around_one: bool,
+    /// Whether the output of attention is multiplied by the sigmoid of a gate.
+    pub output_gate: bool,
+    /// Blocks with the gated delta rule in place of attention, if any.
+    pub delta: Option<DeltaConfig>,
     /// Experts of each block, if any.
     pub experts: Option<ExpertsConfig>,
     /// Number of leading blocks after which deep features of media are added (arXiv 2406.04334).
     pub deep: usize,
+}
+
+/// Blocks with the gated delta rule.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeltaConfig {
+    /// Whether each block has the delta rule.
+    pub blocks: Vec<bool>,
+    /// Numbers and sizes of the heads.
+    pub heads: DeltaHeads,
+    /// Number of rows in a window of the convolution.
+    pub taps: usize,
 }
 
 /// Fixed values of a class of `transformers` 5.23, and its defaults for keys that a file lacks. Sizes without a default here
@@ -86,6 +106,9 @@ pub struct TextDefaults {
     pub padding: Option<u32>,
     /// Experts of the class, which replace the feed-forward layer; `None` for a dense model.
     pub experts: Option<MixtureClass>,
+    /// Whether the class is a hybrid: some blocks have the gated delta rule, attention has an output gate, a part of each head is
+    /// rotated, and norms multiply by one plus their weight.
+    pub hybrid: bool,
 }
 
 impl TextDefaults {
@@ -103,6 +126,7 @@ impl TextDefaults {
         qk_norm: false,
         padding: None,
         experts: None,
+        hybrid: false,
     };
     /// `Qwen2VLTextConfig` and `Qwen2_5_VLTextConfig`.
     pub const QWEN_VL: Self =
@@ -128,9 +152,28 @@ impl TextDefaults {
         experts: Some(MixtureClass::QWEN3_VL),
         ..Self::QWEN3_VL
     };
+    /// `Qwen3_5TextConfig`.
+    pub const QWEN35: Self = Self {
+        heads: Some(16),
+        kv_heads: Some(4),
+        head_dim: Some(256),
+        hybrid: true,
+        axes: PositionAxes::Interleaved,
+        ..Self::QWEN3
+    };
     /// `LlamaConfig`.
     pub const LLAMA: Self =
         Self { heads: Some(32), kv_heads: None, max_positions: 2048, qkv_bias: false, ..Self::QWEN2 };
+}
+
+impl TextDefaults {
+    /// Prefix of the weights for speculative decoding. `transformers` ignores them.
+    const SPECULATION: &'static str = "mtp.";
+
+    /// Returns the prefix of tensors that a model of this class does not use and that its saved copies keep.
+    pub(crate) fn carried(&self) -> Option<&'static str> {
+        self.hybrid.then_some(Self::SPECULATION)
+    }
 }
 
 impl DecoderConfig {
@@ -154,7 +197,8 @@ impl DecoderConfig {
             )));
         }
         let layers = text.size("num_hidden_layers", None)?;
-        full_attention(text, layers)?;
+        let delta = delta_blocks(text, layers, class.hybrid)?;
+        let rotary = Rope::columns(text, dim, &class)?;
         if !matches!(text.text("hidden_act")?, None | Some("silu" | "swish")) {
             return Err(text.error("hidden_act of the language model is unsupported; expected \"silu\""));
         }
@@ -172,7 +216,8 @@ impl DecoderConfig {
             vocab,
             padding: padding(text, vocab, class.padding)?,
             rms_eps: text.epsilon("rms_norm_eps", class.rms_eps)?,
-            rope: Rope::parse(text, dim, &class)?,
+            rope: Rope::parse(text, rotary, &class)?,
+            rotary,
             max_positions: text.size("max_position_embeddings", Some(class.max_positions))?,
             tie_word_embeddings: tied(root, class.tied)? || tied(text, false)?,
             attention_bias: match class.qkv_bias {
@@ -180,15 +225,24 @@ impl DecoderConfig {
                 false => [text.boolean("attention_bias", false)?; 2],
             },
             qk_norm: class.qk_norm,
+            norm_around_one: class.hybrid,
+            output_gate: class.hybrid && text.boolean("attn_output_gate", true)?,
+            delta,
             experts,
             deep: 0,
         })
     }
+
+    /// Returns whether block `l` has the gated delta rule in place of attention.
+    pub fn is_delta(&self, l: usize) -> bool {
+        self.delta.as_ref().is_some_and(|delta| delta.blocks.get(l) == Some(&true))
+    }
 }
 
-/// Checks that every block attends to all earlier rows.
-fn full_attention(text: &ConfigJson, layers: usize) -> Result<()> {
+/// Returns the blocks with the gated delta rule, and checks that every other block attends to all earlier rows.
+fn delta_blocks(text: &ConfigJson, layers: usize, hybrid: bool) -> Result<Option<DeltaConfig>> {
     const FULL: &str = "full_attention";
+    const LINEAR: &str = "linear_attention";
     if text.boolean("use_sliding_window", false)? {
         return Err(text.error("use_sliding_window is true; sliding windows are not supported"));
     }
@@ -196,18 +250,53 @@ fn full_attention(text: &ConfigJson, layers: usize) -> Result<()> {
         let what = "dual_chunk_attention_config is present; dual-chunk attention is not supported";
         return Err(text.error(what));
     }
-    let Some(kinds) = text.get("layer_types") else { return Ok(()) };
-    let kinds = kinds.as_array().ok_or_else(|| text.error("layer_types is not a list"))?;
-    if let Some(other) = kinds.iter().position(|kind| kind != FULL) {
-        let what = format!("layer_types has {} for layer {other}; only {FULL:?} is supported", kinds[other]);
+    let known: &[&str] = if hybrid { &[FULL, LINEAR] } else { &[FULL] };
+    let interval = text.size("full_attention_interval", Some(4))?.max(1);
+    let blocks = match text.get("layer_types") {
+        None => (1..=layers).map(|l| hybrid && !l.is_multiple_of(interval)).collect(),
+        Some(kinds) => {
+            let kinds = kinds.as_array().ok_or_else(|| text.error("layer_types is not a list"))?;
+            if let Some(other) = kinds.iter().position(|kind| known.iter().all(|known| kind != known)) {
+                let (kind, known) = (&kinds[other], known.join("\" and \""));
+                let verb = if hybrid { "are" } else { "is" };
+                let what =
+                    format!("layer_types has {kind} for layer {other}; only \"{known}\" {verb} supported");
+                return Err(text.error(what));
+            }
+            kinds.iter().map(|kind| kind == LINEAR).collect::<Vec<_>>()
+        }
+    };
+    if blocks.len() != layers {
+        let n = blocks.len();
+        return Err(
+            text.error(format!("layer_types has {n} entries; expected one for each of {layers} layers"))
+        );
+    }
+    if !blocks.contains(&true) {
+        return Ok(None);
+    }
+    let size = |key: &str, default: usize| text.size(key, Some(default));
+    let heads = DeltaHeads {
+        key: size("linear_num_key_heads", 16)?,
+        value: size("linear_num_value_heads", 32)?,
+        key_dim: size("linear_key_head_dim", 128)?,
+        value_dim: size("linear_value_head_dim", 128)?,
+    };
+    if heads.key == 0 || heads.value == 0 || !heads.value.is_multiple_of(heads.key) {
+        let what = format!(
+            "linear_num_value_heads is {} and linear_num_key_heads is {}; expected a multiple, above 0",
+            heads.value, heads.key
+        );
         return Err(text.error(what));
     }
-    match kinds.len() {
-        n if n == layers => Ok(()),
-        n => {
-            Err(text.error(format!("layer_types has {n} entries; expected one for each of {layers} layers")))
-        }
+    if heads.key_dim == 0 || heads.value_dim == 0 {
+        return Err(text.error("linear_key_head_dim and linear_value_head_dim must be above 0"));
     }
+    let taps = size("linear_conv_kernel_dim", 4)?;
+    if !(1..=8).contains(&taps) {
+        return Err(text.error(format!("linear_conv_kernel_dim is {taps}; expected 1 to 8")));
+    }
+    Ok(Some(DeltaConfig { blocks, heads, taps }))
 }
 
 /// Reads `pad_token_id`. A negative one counts from the end, as in PyTorch. One beyond the vocabulary names no row.
@@ -316,6 +405,8 @@ pub struct Decoder {
     blocks: Vec<Arc<Block>>,
     final_norm: Norm,
     head: Arc<Param>,
+    /// Number of each block among those of its own kind, with or without the delta rule.
+    places: Vec<usize>,
     /// Frequencies of the rotary pairs of a head, in radians per position.
     frequencies: Vec<f32>,
     rows_read: AtomicU64,
@@ -335,30 +426,86 @@ pub struct Scored {
     pub scores: Scores,
 }
 
-/// Builds a block of a decoder.
-fn block(config: &DecoderConfig, layer: &mut Scope) -> Result<Block> {
-    let (h, i, heads, eps) = (config.hidden, config.intermediate, config.heads, config.rms_eps);
+/// Builds an RMS norm of a decoder.
+fn norm(config: &DecoderConfig, scope: &mut Scope, name: &str, c: usize) -> Result<Norm> {
+    match config.norm_around_one {
+        true => {
+            let weight = scope.get(&format!("{name}.weight"), &[c], Init::Zeros)?;
+            Ok(Norm::AroundOne { weight, eps: config.rms_eps })
+        }
+        false => scope.rms_norm(name, c, config.rms_eps),
+    }
+}
+
+/// Builds the input layers, the gated delta rule and the output layer of a block.
+fn delta(
+    config: &DeltaConfig,
+    h: usize,
+    eps: f32,
+    layer: &mut Scope,
+) -> Result<(Vec<Linear>, Mixer, Linear)> {
+    let DeltaConfig { heads, taps, .. } = *config;
+    let (c, v) = (heads.packed_width(), heads.value_width());
+    let mut scope = layer.sub("linear_attn.");
+    let conv = scope.get("conv1d.weight", &[c, 1, taps], Init::Normal)?;
+    let mixer = DeltaMixer {
+        conv: CausalConv::new(conv)?,
+        gates: DeltaGates {
+            a_log: scope.get("A_log", &[heads.value], Init::Zeros)?,
+            dt_bias: scope.get("dt_bias", &[heads.value], Init::Ones)?,
+        },
+        norm: GatedNorm { weight: scope.get("norm.weight", &[heads.value_dim], Init::Ones)?, eps },
+        heads,
+    };
+    let layers = vec![
+        scope.linear("in_proj_qkv", c, h, false)?,
+        scope.linear("in_proj_z", v, h, false)?,
+        scope.linear("in_proj_a", heads.value, h, false)?,
+        scope.linear("in_proj_b", heads.value, h, false)?,
+    ];
+    Ok((layers, Mixer::Delta(mixer), scope.linear("out_proj", h, v, false)?))
+}
+
+/// Builds the input layers, attention and the output layer of a block.
+fn attention(config: &DecoderConfig, layer: &mut Scope) -> Result<(Vec<Linear>, Mixer, Linear)> {
+    let (h, heads) = (config.hidden, config.heads);
     let [qkv_bias, proj_bias] = config.attention_bias;
+    let (queries, mixer) = match config.output_gate {
+        true => (2 * heads.q_width(), Mixer::GatedAttention),
+        false => (heads.q_width(), Mixer::Attention),
+    };
+    let layers = vec![
+        layer.linear("self_attn.q_proj", queries, h, qkv_bias)?,
+        layer.linear("self_attn.k_proj", heads.kv_width(), h, qkv_bias)?,
+        layer.linear("self_attn.v_proj", heads.kv_width(), h, qkv_bias)?,
+    ];
+    Ok((layers, mixer, layer.linear("self_attn.o_proj", h, heads.q_width(), proj_bias)?))
+}
+
+/// Builds a block of a decoder.
+fn block(config: &DecoderConfig, l: usize, layer: &mut Scope) -> Result<Block> {
+    let (h, i, heads) = (config.hidden, config.intermediate, config.heads);
+    let norms =
+        [norm(config, layer, "input_layernorm", h)?, norm(config, layer, "post_attention_layernorm", h)?];
+    let of_delta = config.delta.as_ref().filter(|delta| delta.blocks[l]);
+    let (qkv, mixer, proj) = match of_delta {
+        Some(own) => delta(own, h, config.rms_eps, layer)?,
+        None => attention(config, layer)?,
+    };
     // The feed-forward layer of all rows, if there is one.
     let shared = config.experts.map_or(Some("mlp"), |experts| experts.names.shared);
     Ok(Block {
         order: NormOrder::Pre,
-        norms: [
-            layer.rms_norm("input_layernorm", h, eps)?,
-            layer.rms_norm("post_attention_layernorm", h, eps)?,
-        ],
+        norms,
         scales: None,
-        qkv: vec![
-            layer.linear("self_attn.q_proj", heads.q_width(), h, qkv_bias)?,
-            layer.linear("self_attn.k_proj", heads.kv_width(), h, qkv_bias)?,
-            layer.linear("self_attn.v_proj", heads.kv_width(), h, qkv_bias)?,
-        ],
-        proj: layer.linear("self_attn.o_proj", h, heads.q_width(), proj_bias)?,
-        qk_norm: match config.qk_norm {
+        mixer,
+        qkv,
+        proj,
+        qk_norm: match config.qk_norm && of_delta.is_none() {
             false => None,
             true => Some(QkNorm::PerHead([
-                layer.rms_norm("self_attn.q_norm", heads.dim, eps)?,
-                layer.rms_norm("self_attn.k_norm", heads.dim, eps)?,
+                norm(config, layer, "self_attn.q_norm", heads.dim)?,
+                norm(config, layer, "self_attn.k_norm", heads.dim)?,
             ])),
         },
         mlp: shared.map(|at| swiglu(&mut layer.sub(&format!("{at}.")), h, i)).transpose()?,
@@ -382,9 +529,9 @@ impl Decoder {
         let h = config.hidden;
         let mut scope = Scope::new(source, names.model, Part::Llm);
         let embed = scope.get("embed_tokens.weight", &[config.vocab, h], Init::Normal)?;
-        let block = |l: usize| block(&config, &mut scope.sub(&format!("layers.{l}."))).map(Arc::new);
+        let block = |l: usize| block(&config, l, &mut scope.sub(&format!("layers.{l}."))).map(Arc::new);
         let blocks = (0..config.layers).map(block).collect::<Result<_>>()?;
-        let final_norm = scope.rms_norm("norm", h, config.rms_eps)?;
+        let final_norm = norm(&config, &mut scope, "norm", h)?;
         let name = format!("{}embed_tokens.weight", names.model);
         let tied = source.tied(&name, names.head, config.tie_word_embeddings)?;
         let head = if tied {
@@ -392,8 +539,23 @@ impl Decoder {
         } else {
             source.get(names.head, Part::Llm, &[config.vocab, h], Init::Normal)?
         };
-        let frequencies = config.rope.frequencies(config.heads.dim);
-        Ok(Self { config, embed, blocks, final_norm, head, frequencies, rows_read: AtomicU64::new(0) })
+        let frequencies = config.rope.frequencies(config.rotary);
+        let mut next = [0; 2];
+        let place = |l: usize| {
+            let of = &mut next[usize::from(config.is_delta(l))];
+            std::mem::replace(of, *of + 1)
+        };
+        let places = (0..config.layers).map(place).collect();
+        Ok(Self {
+            config,
+            embed,
+            blocks,
+            final_norm,
+            head,
+            places,
+            frequencies,
+            rows_read: AtomicU64::new(0),
+        })
     }
 
     /// Returns the configuration.
@@ -504,6 +666,8 @@ impl Decoder {
         let mut x = input.x.clone();
         for (l, block) in self.blocks.iter().enumerate() {
             let (layout, rows) = match l + 1 == self.blocks.len() {
+                // The delta rule goes through all rows.
+                true if self.config.is_delta(l) => (layout, Some(&rows)),
                 true => (&some, Some(&rows)),
                 false => (layout, None),
             };
@@ -524,9 +688,17 @@ impl Decoder {
         slot_rows: usize,
         pass: &Pass,
     ) -> Result<GroupCache> {
-        let (layers, heads) = (self.config.layers, self.config.heads);
-        GroupCache::new(pass.device, layers, heads, prompt_rows, slots, slot_rows)
-            .map_err(ModelError::io("key-value cache"))
+        let recurrent = (0..self.config.layers).filter(|&l| self.config.is_delta(l)).count();
+        let (layers, heads) = (self.config.layers - recurrent, self.config.heads);
+        let cache = GroupCache::new(pass.device, layers, heads, prompt_rows, slots, slot_rows);
+        let cache = match &self.config.delta {
+            None => cache,
+            Some(DeltaConfig { heads, taps, .. }) => {
+                let sizes = StateSizes::new(heads.packed_width(), *taps, *heads);
+                cache.and_then(|cache| cache.with_states(recurrent, sizes))
+            }
+        };
+        cache.map_err(ModelError::io("key-value cache"))
     }
 
     fn count(&self, rows: usize) {
@@ -565,8 +737,12 @@ impl Decoder {
                 true => (&last, Some(&end)),
                 false => (&all, None),
             };
+            let at = self.places[l];
             let (y, kept) = BlockPass::new(block, pass, Some(rope), layout, rows).run(x.rows(), |qkv| {
-                cache.write_prompt(l, qkv, heads)?;
+                if let Mixer::Delta(delta) = &block.mixer {
+                    return delta.prefill(qkv, &all, at, cache);
+                }
+                cache.write_prompt(at, qkv, heads)?;
                 heads.forward(qkv, layout)
             })?;
             if let Some(memory) = memory.as_deref_mut() {
@@ -616,8 +792,11 @@ impl Decoder {
         let (mut x, rows) = (input.x.clone(), input.x.rows().rows());
         self.count(rows);
         for (l, block) in self.blocks.iter().enumerate() {
-            let block = BlockPass::new(block, pass, Some(rope), &none, None);
-            let (y, kept) = block.run(x.rows(), |qkv| heads.attend_extended(qkv, l, cache, slot))?;
+            let (at, run) = (self.places[l], BlockPass::new(block, pass, Some(rope), &none, None));
+            let (y, kept) = run.run(x.rows(), |qkv| match &block.mixer {
+                Mixer::Delta(delta) => delta.extend(qkv, at, cache, slot),
+                _ => heads.attend_extended(qkv, at, cache, slot),
+            })?;
             if let Some(memory) = memory.as_deref_mut() {
                 memory.keep(l, &y, kept)?;
             }
@@ -641,8 +820,11 @@ impl Decoder {
         let none: Arc<Layout> = Arc::default();
         let mut x = x;
         for (l, block) in self.blocks.iter().enumerate() {
-            let block = BlockPass::new(block, &pass, Some(rope), &none, None);
-            let (y, kept) = block.run(&x, |qkv| heads.attend_cached(qkv, l, batch))?;
+            let (at, run) = (self.places[l], BlockPass::new(block, &pass, Some(rope), &none, None));
+            let (y, kept) = run.run(&x, |qkv| match &block.mixer {
+                Mixer::Delta(delta) => delta.decode(qkv, at, batch),
+                _ => heads.attend_cached(qkv, at, batch),
+            })?;
             if let Some(memory) = memory.as_deref_mut() {
                 memory.keep(l, &y, kept)?;
             }

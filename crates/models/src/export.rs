@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use omnigrpo_guard::inside;
+
 use omnigrpo_text::{ChatTemplate, TemplateOrigin};
 use serde_json::Value;
 

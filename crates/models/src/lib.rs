@@ -21,6 +21,7 @@ mod gguf;
 mod lora;
 mod media_classifier;
 mod media_store;
+mod mixer;
 mod model;
 mod origin;
 mod peft;
@@ -51,6 +52,7 @@ pub use gguf::{ConvertedGguf, GgufPrecision, convert_gguf};
 pub use lora::LoraConfig;
 pub use media_classifier::MediaClassifier;
 pub use media_store::{MediaStore, MediaUsage};
+pub use mixer::{DeltaMixer, Mixer};
 pub use model::{
     FeatureGradients, Features, LoadOptions, Memories, Model, ReferencePlace, StreamPass, Training,
 };

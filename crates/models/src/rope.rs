@@ -1,7 +1,7 @@
 //! Rotary settings of a language model: base, axes, and scaling for sequences longer than those in training.
 //!
 //! Source: `transformers` 5.23 `modeling_rope_utils.py`. `rope_scaling` takes precedence over `rope_parameters`, and `rope_type`
-//! over `type`. Unsupported: `longrope` and other kinds without a formula here; rotation of only a part of a head; and, with
+//! over `type`. Unsupported: `longrope` and other kinds without a formula here; and, with
 //! `dynamic`, positions beyond `max_position_embeddings`, where its frequencies would depend on the longest sequence of a batch.
 
 use std::f64::consts::TAU;
@@ -123,7 +123,7 @@ impl RopeScaling {
 }
 
 /// Returns the axis of the position that rotates each pair of a head; `None` for plain positions.
-fn pair_axes(rope: &ConfigJson, dim: usize, kind: PositionAxes) -> Result<Option<Vec<usize>>> {
+fn pair_axes(rope: &ConfigJson, dim: usize, kind: PositionAxes, hybrid: bool) -> Result<Option<Vec<usize>>> {
     let section = rope.sizes("mrope_section")?;
     if kind == PositionAxes::One {
         return match section {
@@ -139,7 +139,11 @@ fn pair_axes(rope: &ConfigJson, dim: usize, kind: PositionAxes) -> Result<Option
         let what = "which this family does not support";
         return Err(rope.error(format!("mrope_interleaved is {}, {what}", !interleaved)));
     }
-    let usual = if interleaved { [24, 20, 20] } else { [16, 24, 24] };
+    let usual = match (interleaved, hybrid) {
+        (true, true) => [11, 11, 10],
+        (true, false) => [24, 20, 20],
+        (false, _) => [16, 24, 24],
+    };
     match section.unwrap_or_else(|| usual.to_vec())[..] {
         [t, h, w] if t.checked_add(h).and_then(|n| n.checked_add(w)) == Some(dim / 2) => {
             Ok(Some((0..dim / 2).map(|pair| kind.of_pair(pair, [t, h, w])).collect()))
@@ -151,30 +155,52 @@ fn pair_axes(rope: &ConfigJson, dim: usize, kind: PositionAxes) -> Result<Option
     }
 }
 
+/// Returns the rotary settings of a language model.
+fn section(text: &ConfigJson) -> Result<ConfigJson> {
+    let given = text.section("rope_scaling")?.filter(|rope| !rope.object().is_empty());
+    match given {
+        Some(rope) => Ok(rope),
+        None => {
+            Ok(text.section("rope_parameters")?.unwrap_or_else(|| text.with_object(serde_json::json!({}))))
+        }
+    }
+}
+
 impl Rope {
-    /// Reads the settings of a language model of this class with heads of `dim` columns.
+    /// Reads the settings of a language model of this class that rotates `dim` columns of each head.
     ///
     /// # Errors
     /// Returns an error if the scaling is unknown or incomplete, or the axes do not fill a head.
     pub fn parse(text: &ConfigJson, dim: usize, class: &TextDefaults) -> Result<Self> {
         let TextDefaults { theta, axes, .. } = *class;
-        let given = text.section("rope_scaling")?.filter(|rope| !rope.object().is_empty());
-        let rope = match given {
-            Some(rope) => rope,
-            None => {
-                text.section("rope_parameters")?.unwrap_or_else(|| text.with_object(serde_json::json!({})))
-            }
-        };
+        let rope = section(text)?;
         let theta = rope.number("rope_theta", text.number("rope_theta", theta)?)?;
         if theta <= 1.0 {
             return Err(rope.error(format!("rope_theta is {theta}; expected a number above 1")));
         }
-        let part = rope.number("partial_rotary_factor", text.number("partial_rotary_factor", 1.0)?)?;
-        if part != 1.0 {
+        let scaling = RopeScaling::parse(&rope, text, class)?;
+        Ok(Self { theta, axes: pair_axes(&rope, dim, axes, class.hybrid)?, scaling })
+    }
+
+    /// Returns the number of columns of a head of `dim` columns that are rotated.
+    ///
+    /// # Errors
+    /// Returns an error if the class rotates whole heads and the file a part of them, or the part is not an even number of columns.
+    pub fn columns(text: &ConfigJson, dim: usize, class: &TextDefaults) -> Result<usize> {
+        let rope = section(text)?;
+        let usual = if class.hybrid { 0.25 } else { 1.0 };
+        let part = rope.number("partial_rotary_factor", text.number("partial_rotary_factor", usual)?)?;
+        if !class.hybrid && part != 1.0 {
             return Err(rope.error(format!("partial_rotary_factor is {part}; only 1 is supported")));
         }
-        let scaling = RopeScaling::parse(&rope, text, class)?;
-        Ok(Self { theta, axes: pair_axes(&rope, dim, axes)?, scaling })
+        let columns = (dim as f64 * part) as usize;
+        match (0.0..=1.0).contains(&part) && columns > 0 && columns.is_multiple_of(2) {
+            true => Ok(columns),
+            false => {
+                let what = format!("partial_rotary_factor is {part}, which is {columns} of {dim} columns");
+                Err(rope.error(format!("{what}; expected an even number of columns above 0")))
+            }
+        }
     }
 
     /// Returns the frequency of each pair of a head of `dim` columns, in radians per position.

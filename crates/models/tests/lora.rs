@@ -18,7 +18,7 @@ use omnigrpo_testkit::{
 use safetensors::SafeTensors;
 
 /// Adapter, checkpoint, trained tensors.
-const ADAPTERS: [(&str, &str, usize); 10] = [
+const ADAPTERS: [(&str, &str, usize); 11] = [
     ("everywhere", "qwen2_5_vl_tied", 44),
     ("attention", "qwen2_vl_untied", 14),
     ("tiles_hf", "internvl_hf", 26),
@@ -29,6 +29,7 @@ const ADAPTERS: [(&str, &str, usize); 10] = [
     ("experts_down", "aria", 4),
     ("mergers", "qwen3_vl", 32),
     ("experts_alone", "qwen3_vl_moe", 32),
+    ("delta", "qwen3_5", 46),
 ];
 
 fn load(name: &str) -> Model {
@@ -123,7 +124,7 @@ fn values_and_gradients_equal_peft() {
         let (folder, case) = match name {
             "aria" => ("aria", "C"),
             "smolvlm" => ("smolvlm", "C"),
-            "qwen3_vl" | "qwen3_vl_moe" => ("qwen3_vl", "E"),
+            "qwen3_vl" | "qwen3_vl_moe" | "qwen3_5" => ("qwen3_vl", "E"),
             "omni_thinker" => ("qwen_omni", "C"),
             name if name.starts_with("internvl") => ("internvl", "C"),
             _ => ("cases", "E"),

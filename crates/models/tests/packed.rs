@@ -13,7 +13,7 @@ use omnigrpo_testkit::{
 };
 
 /// Every Qwen-VL, tied and untied head, and the layouts of InternVL.
-const ALL: [&str; 8] = [
+const ALL: [&str; 10] = [
     "qwen2_vl_tied",
     "qwen2_vl_untied",
     "qwen2_5_vl_tied",
@@ -22,6 +22,8 @@ const ALL: [&str; 8] = [
     "qwen3_vl_untied",
     "internvl_rms_hf",
     "internvl3_5_original",
+    "qwen3_5",
+    "qwen3_5_untied",
 ];
 /// Checkpoints with packed goldens.
 const GOLDEN: [&str; 2] = ["qwen2_vl_tied", "qwen2_5_vl_untied"];

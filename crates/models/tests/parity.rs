@@ -14,6 +14,8 @@ mod emulated;
 mod networks;
 #[path = "parity/omni.rs"]
 mod omni;
+#[path = "parity/qwen3_5.rs"]
+mod qwen3_5;
 #[path = "parity/qwen3_vl.rs"]
 mod qwen3_vl;
 #[path = "parity/smolvlm.rs"]

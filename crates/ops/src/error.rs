@@ -20,9 +20,12 @@ pub enum Error {
         /// Device on which the operation runs.
         expected: crate::Device,
     },
-    /// An operation that a device does not support.
-    #[error("{op} is unsupported on {device}; run the model on the CPU")]
-    Unsupported { op: &'static str, device: crate::Device },
+    /// An operation that GPUs do not support.
+    #[error("{op} is unsupported on a GPU; run the model on the CPU")]
+    Unsupported {
+        /// Name of the operation.
+        op: &'static str,
+    },
     /// A weight that does not support the requested operation.
     #[error("weight {name}: {what}")]
     Weight {

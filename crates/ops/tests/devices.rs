@@ -182,7 +182,11 @@ fn check_without_gpus(
         let rows = |&(r, c): &(usize, usize)| Var::constant(Rows::zeros(device, r, c));
         let x: Vec<Var> = inputs.iter().map(rows).collect();
         let refused = run(&mut Tape::off(), &Pass::on(device), &x).unwrap_err().to_string();
-        assert!(refused.contains("is unsupported on") && refused.contains("CPU"), "{}: {refused}", case.name);
+        assert!(
+            refused.contains("is unsupported on a GPU") && refused.contains("CPU"),
+            "{}: {refused}",
+            case.name
+        );
     }
 }
 

@@ -114,7 +114,7 @@ const VIDEO: u32 = 303;
 /// The prompt of a case, with positions as this program computes them.
 pub fn case_prompt(case: &str, model: &Model) -> Prompt {
     match model.family().name() {
-        name @ ("qwen3_vl" | "qwen3_vl_moe") => {
+        name @ ("qwen3_vl" | "qwen3_vl_moe" | "qwen3_5" | "qwen3_5_text") => {
             return crate::rows::prompt_of("qwen3_vl", &checkpoint(name), case);
         }
         "aria" => return crate::rows::prompt_of("aria", model.dir(), case),

@@ -35,6 +35,10 @@ pub const OMNI: [(&str, &str); 2] = [("omni", "ABCDEFGHI"), ("omni_thinker", "CD
 
 pub const QWEN_AUDIO: [(&str, &str); 1] = [("qwen2_audio", "ABCD")];
 
+/// The rows of the cases are those of Qwen3-VL.
+pub const QWEN3_5: [(&str, &str); 3] =
+    [("qwen3_5", "ABCDEF"), ("qwen3_5_untied", "CE"), ("qwen3_5_text", "B")];
+
 pub fn dataset() -> Dataset {
     dataset_of("internvl")
 }

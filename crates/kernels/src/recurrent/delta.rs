@@ -105,7 +105,7 @@ pub(crate) struct Scratch {
     packs: Packs,
     /// Normalised queries and keys, `[2c, key_dim]`.
     qk: Vec<Line>,
-    /// Their reciprocal norms, `[2c]`. Those of queries contain the scale.
+    /// Reciprocal norms of these rows, `[2c]`. Those of queries contain the scale.
     norms: Vec<Line>,
     /// `Q Kᵀ` and `K Kᵀ`, `[2c, c]`.
     pairs: Vec<Line>,

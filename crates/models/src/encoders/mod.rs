@@ -20,6 +20,7 @@ use omnigrpo_ops::{Activation, AttentionHeads, AttentionLayout, Layout, Pass, Ro
 use crate::block::{Block, BlockPass, Mlp, NormOrder};
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
+use crate::mixer::Mixer;
 use crate::weights::{FileSource, FrozenWeights, Scope, WeightFiles, WeightSource};
 
 /// Sizes of a stack of blocks.
@@ -121,6 +122,7 @@ impl Blocks {
             let proj = weights.linear(&at(names.out), c, c, true)?;
             let norms = [norm1, weights.layer_norm(&at(names.norm2), c, sizes.norm_eps)?];
             blocks.push(Arc::new(Block {
+                mixer: Mixer::Attention,
                 order: names.order,
                 experts: None,
                 norms,

@@ -1,6 +1,7 @@
-//! Language models that read text only: Qwen2 and Qwen2.5, Qwen3 with and without experts, Llama 2 and 3 and SmolLM2.
+//! Language models that read text only: Qwen2 and Qwen2.5, Qwen3 with and without experts, Llama 2 and 3 and SmolLM2, and dense
+//! Qwen3.5 without its tower.
 //!
-//! Source: `transformers` 5.23, `models/{qwen2,qwen3,qwen3_moe,llama}`. The class of a checkpoint is in `model_type`; sizes are in
+//! Source: `transformers` 5.23, `models/{qwen2,qwen3,qwen3_moe,qwen3_5,llama}`. The class of a checkpoint is in `model_type`; sizes are in
 //! `config.json` itself.
 
 use std::sync::Arc;
@@ -28,6 +29,12 @@ impl TextClass {
     /// Dense Qwen3.
     pub const QWEN3: Self =
         Self { model_type: "qwen3", architecture: "Qwen3ForCausalLM", defaults: TextDefaults::QWEN3 };
+    /// Dense Qwen3.5 without a tower.
+    pub const QWEN35: Self = Self {
+        model_type: "qwen3_5_text",
+        architecture: "Qwen3_5ForCausalLM",
+        defaults: TextDefaults::QWEN35,
+    };
     /// Llama.
     pub const LLAMA: Self =
         Self { model_type: "llama", architecture: "LlamaForCausalLM", defaults: TextDefaults::LLAMA };
@@ -37,7 +44,7 @@ impl TextClass {
         architecture: "Qwen3MoeForCausalLM",
         defaults: TextDefaults::QWEN3_MOE,
     };
-    /// All dense classes.
+    /// Dense classes that GGUF files and classifiers have.
     pub const ALL: [Self; 3] = [Self::QWEN2, Self::QWEN3, Self::LLAMA];
 
     /// Returns the dense class with this `model_type`.
@@ -50,6 +57,7 @@ impl TextClass {
 struct Text {
     decoder: DecoderConfig,
     initializer_range: f32,
+    carried: Option<&'static str>,
 }
 
 /// Reads the configuration.
@@ -60,7 +68,8 @@ pub fn open(json: &ConfigJson, class: &TextClass) -> Result<Roles> {
     json.only("model_type", class.model_type)?;
     json.only("architectures", vec![class.architecture])?;
     let decoder = DecoderConfig::parse(json, json, class.defaults)?;
-    let text = Arc::new(Text { decoder, initializer_range: json.spread("initializer_range", 0.02)? });
+    let initializer_range = json.spread("initializer_range", 0.02)?;
+    let text = Arc::new(Text { decoder, initializer_range, carried: class.defaults.carried() });
     Ok(Roles { processor: Box::new(TextProcessor), architecture: Arc::clone(&text) as _, format: text })
 }
 
@@ -70,7 +79,11 @@ impl Processor for TextProcessor {}
 
 impl Format for Text {
     fn published_name(&self, key: &str) -> Option<String> {
-        (!key.ends_with(".rotary_emb.inv_freq")).then(|| key.to_owned())
+        (self.carried(key).is_none() && !key.ends_with(".rotary_emb.inv_freq")).then(|| key.to_owned())
+    }
+
+    fn carried(&self, key: &str) -> Option<String> {
+        self.carried.filter(|prefix| key.starts_with(prefix)).map(|_| key.to_owned())
     }
 
     fn splits_experts(&self) -> bool {

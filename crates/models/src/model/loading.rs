@@ -8,7 +8,7 @@ use omnigrpo_ops::{Device, Param};
 
 use super::Model;
 use crate::checkpoint::Checkpoint;
-use crate::error::Result;
+use crate::error::{ModelError, Result};
 use crate::weights::{
     Chosen, FileSource, FrozenWeights, OutlineOf, OutlineSource, Quantization, RandomSource, ReferenceSource,
     TensorDigests, WeightDtype, WeightFiles,
@@ -91,6 +91,16 @@ impl Model {
         arithmetic.check()?;
         let family = checkpoint.family();
         let architecture = family.architecture();
+        if matches!(device, Device::Gpu(_)) && architecture.decoder_config().delta.is_some() {
+            return Err(ModelError::Checkpoint {
+                dir: checkpoint.dir().to_path_buf(),
+                what: format!(
+                    "models of the family {} cannot run on a GPU, which does not support the gated delta rule; \
+                     use --device cpu",
+                    family.name()
+                ),
+            });
+        }
         let new = |network, params, outside| Self::new(checkpoint.clone(), network, params, outside, device);
         if outline {
             let files = if random.is_some() { None } else { Some(weight_files(checkpoint)?.0) };

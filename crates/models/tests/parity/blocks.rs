@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use omnigrpo_models::{Block, BlockPass, Experts, Mlp, NormOrder, QkNorm};
+use omnigrpo_models::{Block, BlockPass, Experts, Mixer, Mlp, NormOrder, QkNorm};
 use omnigrpo_ops::{
     Activation, Adapter, AttentionHeads, AttentionLayout, Device, Dropout, ExpertLinear, Index, Layout,
     Linear, Norm, Param, Part, Pass, RopeTable, Rows, Tape, Values, Var,
@@ -298,7 +298,9 @@ impl Built {
             None => case.layout.clone(),
         };
         let rows = case.rows.clone().map(|rows| Arc::new(rows.into()));
-        let block = Block { order: case.order, norms, qk_norm, scales, qkv, proj, mlp, experts, heads };
+        let mixer = Mixer::Attention;
+        let block =
+            Block { order: case.order, norms, qk_norm, scales, mixer, qkv, proj, mlp, experts, heads };
         Self { block: Arc::new(block), params, rope, layout: Arc::new(layout.into()), rows, case }
     }
 

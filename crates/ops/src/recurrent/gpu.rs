@@ -4,31 +4,25 @@ use crate::gpu::Card;
 
 use super::*;
 
-impl Card {
-    fn refuses<T>(&self, op: &'static str) -> Result<T> {
-        Err(Error::Unsupported { op, device: self.device() })
-    }
-}
-
 impl RecurrentOps for Card {
     fn causal(&self, _: &Rows, _: &CausalConv, _: &Segments) -> Result<Rows> {
-        self.refuses("causal convolution")
+        Err(Error::Unsupported { op: "causal convolution" })
     }
 
     fn causal_back(&self, _: &Rows, _: &Rows, _: &CausalConv, _: &Segments) -> Result<Rows> {
-        self.refuses("causal convolution")
+        Err(Error::Unsupported { op: "causal convolution" })
     }
 
     fn delta_gates(&self, _: &Rows, _: &DeltaGates) -> Result<Rows> {
-        self.refuses(OP)
+        Err(Error::Unsupported { op: OP })
     }
 
     fn delta_gates_back(&self, _: &Rows, _: &Rows, _: &Rows, _: &DeltaGates) -> Result<Rows> {
-        self.refuses(OP)
+        Err(Error::Unsupported { op: OP })
     }
 
     fn delta(&self, _: &Rows, _: &Rows, _: &Segments, _: DeltaHeads) -> Result<(Rows, Rows)> {
-        self.refuses(OP)
+        Err(Error::Unsupported { op: OP })
     }
 
     fn delta_back(
@@ -40,20 +34,19 @@ impl RecurrentOps for Card {
         _: &Segments,
         _: DeltaHeads,
     ) -> Result<[Rows; 2]> {
-        self.refuses(OP)
+        Err(Error::Unsupported { op: OP })
     }
 
     fn gated_norm(&self, _: &Rows, _: &Rows, _: &GatedNorm) -> Result<(Rows, Rows)> {
-        self.refuses("gated norm")
+        Err(Error::Unsupported { op: "gated norm" })
     }
 
     fn gated_norm_back(&self, _: &Rows, _: &Rows, _: &Rows, _: &Rows, _: &GatedNorm) -> Result<[Rows; 2]> {
-        self.refuses("gated norm")
+        Err(Error::Unsupported { op: "gated norm" })
     }
 
     fn states(&self, _: usize, _: usize, _: StateSizes) -> std::io::Result<StateStore> {
-        let error = Error::Unsupported { op: OP, device: self.device() };
-        Err(std::io::Error::new(std::io::ErrorKind::Unsupported, error.to_string()))
+        Err(refused_states())
     }
 
     /// There are no states on a GPU ([`Self::states`]), so nothing calls this.
@@ -67,7 +60,7 @@ impl RecurrentOps for Card {
         _: &mut [DecodeRows],
         _: usize,
     ) -> Result<Rows> {
-        self.refuses("causal convolution")
+        Err(Error::Unsupported { op: "causal convolution" })
     }
 
     fn delta_cached(
@@ -79,6 +72,6 @@ impl RecurrentOps for Card {
         _: &mut [DecodeRows],
         _: usize,
     ) -> Result<Rows> {
-        self.refuses(OP)
+        Err(Error::Unsupported { op: OP })
     }
 }

@@ -415,6 +415,11 @@ impl DeltaHeads {
 
 const OP: &str = "gated delta rule";
 
+/// Returns the error of a GPU that is asked for states.
+fn refused_states() -> std::io::Error {
+    std::io::Error::new(std::io::ErrorKind::Unsupported, Error::Unsupported { op: OP }.to_string())
+}
+
 /// An RMS norm of each head, multiplied by SiLU of a gate: `y = weight · x / sqrt(mean(x²) + eps) · silu(gate)`.
 #[derive(Clone, Debug)]
 pub struct GatedNorm {

@@ -2,13 +2,16 @@
 
 use omnigrpo_gpu::Dtype;
 
-use crate::outline::{Held, Outline, Span, holding, in_f32, reach, same};
+use crate::outline::{Held, Outline, Span, card, holding, in_f32, reach, same};
 use crate::work::{Call, note, note_elements};
 
 use super::*;
 
 impl RecurrentOps for Outline {
     fn causal(&self, x: &Rows, layer: &CausalConv, _: &Segments) -> Result<Rows> {
+        if card().is_some() {
+            return Err(Error::Unsupported { op: "causal convolution" });
+        }
         note_elements(layer.taps * x.len());
         Ok(same(x))
     }
@@ -75,6 +78,9 @@ impl RecurrentOps for Outline {
     }
 
     fn states(&self, layers: usize, slots: usize, sizes: StateSizes) -> std::io::Result<StateStore> {
+        if card().is_some() {
+            return Err(refused_states());
+        }
         let span = || Span::new(layers * (1 + slots) * sizes.both(), Dtype::F32);
         Ok(StateStore::Outline(holding(Held::Cache, span)))
     }

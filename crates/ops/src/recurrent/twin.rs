@@ -33,8 +33,8 @@ impl RecurrentOps for Twin {
         Ok(Rows::on_twin(dx, x.rows(), x.cols()))
     }
 
-    /// Keeps the states after the segments that others continue, and zeros in place of the other kept states, which the twin does
-    /// not read.
+    /// Returns the state after each segment that another one continues. All other kept states are zeros, because the twin does not
+    /// read them.
     fn delta(
         &self,
         qkv: &Rows,

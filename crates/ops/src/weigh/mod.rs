@@ -37,21 +37,47 @@ impl Weighing<'_> {
     }
 }
 
+impl Rows {
+    /// Returns `x · sigmoid(gate)`. Each row of `gate [n, c]` applies to `s` consecutive rows of `x [n · s, c]`.
+    pub fn gated(&self, gate: &Self) -> Result<Self> {
+        self.check_gate(gate)?;
+        Ok(self.device().backend().weigh(self, gate, Weighing::Gate))
+    }
+
+    /// Returns the gradients of [`Self::gated`] with respect to the rows and the gate, given the gradient `dy` of the result.
+    pub fn gated_back(&self, gate: &Self, dy: &Self) -> Result<[Self; 2]> {
+        self.check_gate(gate)?;
+        self.device().check("gate", dy)?;
+        if dy.dims() != self.dims() {
+            return Err(Error::shape("gate", format!("{:?}, gradient {:?}", self.dims(), dy.dims())));
+        }
+        Ok(self.device().backend().weigh_back(self, gate, dy, Weighing::Gate))
+    }
+
+    fn check_gate(&self, gate: &Self) -> Result<()> {
+        self.device().check("gate", gate)?;
+        let fits = gate.cols() == self.cols()
+            && (self.rows() == gate.rows() || (gate.rows() > 0 && self.rows().is_multiple_of(gate.rows())));
+        match fits {
+            true => Ok(()),
+            false => {
+                Err(Error::shape("gate", format!("input is {:?}, gate is {:?}", self.dims(), gate.dims())))
+            }
+        }
+    }
+}
+
 struct Gate;
 
 impl Op<2> for Gate {
     type Kept = ();
 
     fn forward(&self, [x, gate]: [&Rows; 2]) -> Result<(Rows, ())> {
-        x.device().check("gate", gate)?;
-        if gate.cols() != x.cols() || gate.rows() == 0 || !x.rows().is_multiple_of(gate.rows()) {
-            return Err(Error::shape("gate", format!("input is {:?}, gate is {:?}", x.dims(), gate.dims())));
-        }
-        Ok((x.device().backend().weigh(x, gate, Weighing::Gate), ()))
+        Ok((x.gated(gate)?, ()))
     }
 
     fn backward(&self, [x, gate]: [&Rows; 2], (): (), dy: Rows, _: [bool; 2]) -> Result<[Option<Rows>; 2]> {
-        Ok(x.device().backend().weigh_back(x, gate, &dy, Weighing::Gate).map(Some))
+        Ok(x.gated_back(gate, &dy)?.map(Some))
     }
 }
 

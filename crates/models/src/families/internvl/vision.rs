@@ -14,6 +14,7 @@ use super::layout::Layout;
 use crate::block::{Block, Mlp, NormOrder, QkNorm};
 use crate::encoders::{constant, patch_rows, run_blocks, space_to_depth};
 use crate::error::{ModelError, Result};
+use crate::mixer::Mixer;
 use crate::weights::{Init, Scope, WeightSource};
 
 /// The vision tower and the projector.
@@ -64,6 +65,7 @@ impl VisionTower {
             ]);
             let proj = weights.linear(&at("attn.proj"), c, c, true)?;
             blocks.push(Arc::new(Block {
+                mixer: Mixer::Attention,
                 order: NormOrder::Pre,
                 experts: None,
                 norms: [norm1, norm(&mut weights, &at("norm2"), c, v.norm_eps, v.rms)?],

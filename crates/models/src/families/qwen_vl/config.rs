@@ -96,8 +96,8 @@ impl QwenVlConfig {
         };
         Ok(Self {
             rules,
-            image_token: id("image_token_id", 151_655)?,
-            video_token: id("video_token_id", 151_656)?,
+            image_token: id("image_token_id", rules.media_tokens[0])?,
+            video_token: id("video_token_id", rules.media_tokens[1])?,
             initializer_range: text.spread("initializer_range", 0.02)?,
             decoder,
             vision,

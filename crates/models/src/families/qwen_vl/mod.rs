@@ -1,6 +1,6 @@
-//! Qwen2-VL, Qwen2.5-VL and Qwen3-VL, dense and with experts.
+//! Qwen2-VL, Qwen2.5-VL, Qwen3-VL, dense and with experts, and the dense sizes of Qwen3.5.
 //!
-//! Source: `transformers` 5.23 (`models/qwen2_vl`, `models/qwen2_5_vl`, `models/qwen3_vl`, `models/qwen3_vl_moe`), `qwen-vl-utils` 0.0.14 for media, the
+//! Source: `transformers` 5.23 (`models/qwen2_vl`, `models/qwen2_5_vl`, `models/qwen3_vl`, `models/qwen3_vl_moe`, `models/qwen3_5`), `qwen-vl-utils` 0.0.14 for media, the
 //! published checkpoints for defaults.
 
 mod config;
@@ -39,10 +39,17 @@ pub fn open(dir: &Path, json: &ConfigJson, rules: &'static Rules) -> Result<Role
 
 impl Format for QwenVlConfig {
     fn published_name(&self, key: &str) -> Option<String> {
-        if key.ends_with("rotary_emb.inv_freq") || key.ends_with("position_ids") {
+        if self.carried(key).is_some()
+            || key.ends_with("rotary_emb.inv_freq")
+            || key.ends_with("position_ids")
+        {
             return None;
         }
         Some(renamed(key, MODULES, self.rules.prefixes))
+    }
+
+    fn carried(&self, key: &str) -> Option<String> {
+        self.rules.text.carried().filter(|prefix| key.starts_with(prefix)).map(|_| key.to_owned())
     }
 
     fn module_name(&self, published: &str) -> String {

@@ -47,6 +47,8 @@ pub struct Rules {
     pub positions: bool,
     /// Whether deep features are taken.
     pub deep: bool,
+    /// Default placeholder ids of an image and of a video.
+    pub media_tokens: [u32; 2],
     /// Whether the prompt contains the times of a video's frames as text. Each slice of frames is then a separate picture.
     pub times_as_text: bool,
     /// Whether the video processor chooses frames.
@@ -74,6 +76,7 @@ pub const QWEN2: Rules = Rules {
     absolute_time: false,
     positions: false,
     deep: false,
+    media_tokens: [151_655, 151_656],
     times_as_text: false,
     chooses_frames: false,
     video: ImageProcessor::video_default,
@@ -114,3 +117,7 @@ pub const QWEN3: Rules = Rules {
 
 /// Qwen3-VL with experts.
 pub const QWEN3_MOE: Rules = Rules { text: TextDefaults::QWEN3_VL_MOE, ..QWEN3 };
+
+/// Qwen3.5, and Qwen3.6 and 3.8 of the same class: the tower of Qwen3-VL without deep features.
+pub const QWEN35: Rules =
+    Rules { text: TextDefaults::QWEN35, deep: false, media_tokens: [248_056, 248_057], ..QWEN3 };

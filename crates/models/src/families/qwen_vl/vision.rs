@@ -22,6 +22,7 @@ use super::rules::Rules;
 use crate::block::{Block, BlockPass, Mlp, NormOrder};
 use crate::encoders::constant;
 use crate::error::{ModelError, Result};
+use crate::mixer::Mixer;
 use crate::weights::{Init, Scope, WeightSource};
 
 /// The vision tower and its mergers.
@@ -83,6 +84,7 @@ impl VisionTower {
             let qkv = rules.qkv.iter().map(|name| linear(name, 3 * c / rules.qkv.len(), c));
             let qkv = qkv.collect::<Result<_>>()?;
             blocks.push(Arc::new(Block {
+                mixer: Mixer::Attention,
                 order: NormOrder::Pre,
                 experts: None,
                 norms,
