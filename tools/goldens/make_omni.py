@@ -553,7 +553,10 @@ def write_replay():
             advantages=((rewards - rewards.mean()) / (rewards.std() + 1e-4)).tolist(),
         ))
     logp = lambda model, item, completion, dtype: logp_of(model, item["prompt"], completion, item["inputs"])[1]
-    three_steps(name, new_model(name), prepared, logp, published_name(name))
+    model = new_model(name)
+    # A table that only the talker uses.
+    del model.model.audio_tower.audio_bos_eos_token
+    three_steps(name, model, prepared, logp, published_name(name))
 
 
 def main():

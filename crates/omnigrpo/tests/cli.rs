@@ -725,7 +725,7 @@ fn presets_are_pinned_to_their_sources() {
 
 #[test]
 fn presets_show_the_values_of_their_sources() {
-    for preset in ["r1-v", "humanomni", "qwen-video", "qwen-mcq", "vivqa-x"] {
+    for preset in ["r1-v", "humanomni", "humanomni-v2", "qwen-video", "qwen-mcq", "vivqa-x"] {
         let config = printed(&["train", "--preset", preset]);
         let own: Vec<&str> =
             config.lines().filter(|line| line.ends_with(&format!("# preset {preset}"))).collect();

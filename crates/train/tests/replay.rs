@@ -270,7 +270,10 @@ fn a_replay_run_equals_pytorch() {
                 name,
             );
         }
-        expected.check_weights(&before, &tensors(&out.join("model.safetensors")), name);
+        // Saved copies may contain tensors that are no weights of the network.
+        let mut after = tensors(&out.join("model.safetensors"));
+        after.retain(|name, _| before.contains_key(name));
+        expected.check_weights(&before, &after, name);
     }
 }
 

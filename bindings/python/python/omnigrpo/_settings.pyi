@@ -94,7 +94,7 @@ class Settings(TypedDict, total=False):
     video_min_frame_pixels: int
     video_max_frame_pixels: int
     total_pixels: int
-    question_template: Literal["none", "default", "rec", "ic", "odLength", "r1-v", "emotion", "humanomni"]
+    question_template: Literal["none", "default", "rec", "ic", "odLength", "r1-v", "emotion", "humanomni", "context"]
     system_prompt: str | float | bool
     chat_template_kwargs: Mapping[str, Any] | str | PathLike[str]
     max_prompt_length: int
@@ -103,7 +103,7 @@ class Settings(TypedDict, total=False):
     reward_weights: Sequence[float] | float | str | PathLike[str]
     format_reward_weight: float
     accuracy_reward_weight: float
-    format_mode: Literal["strict", "graded", "tags3", "r1v", "rec"]
+    format_mode: Literal["strict", "graded", "tags3", "r1v", "rec", "context"]
     accuracy_mode: Sequence[Literal["auto", "label", "emotion", "mcq_exact", "mcq_iou", "short_text", "math", "yes_no", "iou", "temporal_iou", "od_ap", "od_ap50", "odLength", "weighted_sum", "all_match", "fuzzy", "r1v", "mcq", "map", "default"]] | Literal["auto", "label", "emotion", "mcq_exact", "mcq_iou", "short_text", "math", "yes_no", "iou", "temporal_iou", "od_ap", "od_ap50", "odLength", "weighted_sum", "all_match", "fuzzy", "r1v", "mcq", "map", "default"] | str | PathLike[str]
     reward_method: Sequence[Literal["auto", "label", "emotion", "mcq_exact", "mcq_iou", "short_text", "math", "yes_no", "iou", "temporal_iou", "od_ap", "od_ap50", "odLength", "weighted_sum", "all_match", "fuzzy", "r1v", "mcq", "map", "default"]] | Literal["auto", "label", "emotion", "mcq_exact", "mcq_iou", "short_text", "math", "yes_no", "iou", "temporal_iou", "od_ap", "od_ap50", "odLength", "weighted_sum", "all_match", "fuzzy", "r1v", "mcq", "map", "default"] | str | PathLike[str]
     accu_reward_method: Sequence[Literal["auto", "label", "emotion", "mcq_exact", "mcq_iou", "short_text", "math", "yes_no", "iou", "temporal_iou", "od_ap", "od_ap50", "odLength", "weighted_sum", "all_match", "fuzzy", "r1v", "mcq", "map", "default"]] | Literal["auto", "label", "emotion", "mcq_exact", "mcq_iou", "short_text", "math", "yes_no", "iou", "temporal_iou", "od_ap", "od_ap50", "odLength", "weighted_sum", "all_match", "fuzzy", "r1v", "mcq", "map", "default"] | str | PathLike[str]
@@ -269,7 +269,7 @@ class Settings(TypedDict, total=False):
     run_name: str | float | bool
     log_completions: bool
     log_token_stats: bool
-    preset: Literal["r1-v", "humanomni", "qwen-video", "qwen-mcq", "vivqa-x", "vlm-r1", "deepeyes", "trl"]
+    preset: Literal["r1-v", "humanomni", "humanomni-v2", "qwen-video", "qwen-mcq", "vivqa-x", "vlm-r1", "deepeyes", "trl"]
     threads: int
     nproc_per_node: int
     num_processes: int
