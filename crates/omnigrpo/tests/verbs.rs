@@ -2017,7 +2017,9 @@ fn a_push_is_shown_before_it_is_sent() {
     // There is no hub at this address.
     let mut command = place.command("push mine --dry_run --hub_private_repo --hub_model_id me/mine");
     let shown = ran(command.env("HF_ENDPOINT", "http://127.0.0.1:9")).ok().stdout;
-    for part in ["private repository: me/mine", "  config.json\n", "  model.safetensors\n", "README.md:", "# Mine"] {
+    for part in
+        ["private repository: me/mine", "  config.json\n", "  model.safetensors\n", "README.md:", "# Mine"]
+    {
         assert!(shown.contains(part), "{part}: {shown}");
     }
     assert!(!shown.contains("secret"), "{shown}");
@@ -2034,5 +2036,8 @@ fn a_run_ends_with_the_next_commands() {
     assert!(whole.ends_with(expected), "{whole}");
     let adapter = place.run(&format!("{line} --use_peft --lora_r 2 --output_dir adapter")).ok().stdout;
     let served = adapter.lines().last().unwrap();
-    assert!(served.starts_with("omnigrpo serve ") && served.ends_with(" --adapter_name_or_path adapter"), "{served}");
+    assert!(
+        served.starts_with("omnigrpo serve ") && served.ends_with(" --adapter_name_or_path adapter"),
+        "{served}"
+    );
 }

@@ -496,7 +496,11 @@ fn what_cannot_be_done_is_refused_with_a_reason() {
         (with(asked("x"), json!({ "repetition_penalty": 1e-45 })), None, "expected from 0.01 to 100"),
         (with(asked("x"), json!({ "repetition_penalty": 3e38 })), None, "expected from 0.01 to 100"),
         (with(asked("x"), json!({ "frequency_penalty": 1e308 })), Some("frequency_penalty"), "unsupported"),
-        (with(asked("x"), json!({ "skip_special_tokens": false })), Some("skip_special_tokens"), "true is the value"),
+        (
+            with(asked("x"), json!({ "skip_special_tokens": false })),
+            Some("skip_special_tokens"),
+            "true is the value",
+        ),
         (
             with(asked("x"), json!({ "chat_template_kwargs": { "enable_thinking": false } })),
             Some("chat_template_kwargs"),
