@@ -319,7 +319,7 @@ def other_adapter(folder):
 def either(launcher, first, second):
     """Runs a command on two ranks, the second with more settings, and returns the status and what they wrote."""
     first = [str(word) for word in first]
-    # Of a flag that is given twice, the last value counts.
+    # The last value of a repeated flag counts.
     other = [*first, *map(str, second)]
     command = [*launcher, sys.executable, "-c", EITHER, json.dumps(first), json.dumps(other)]
     run = subprocess.run(command, env={**os.environ, **ROOT}, capture_output=True, text=True, timeout=LIMIT_SECS)

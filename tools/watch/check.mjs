@@ -465,6 +465,7 @@ try {
   const report = `file://${join(dir, 'report.html')}`;
   await file.goto(report);
   await file.waitForSelector('.chart canvas');
+  assert.match(await file.$eval('#notices', (own) => own.textContent), /Run.*made up.*Steps.*63 of 80.*Last step20\d\d-.* UTC/);
   for (const [view, sign] of [['distributions', '.histogram'], ['rollouts', '.card'], ['rollouts?scope=all', '.groups a'], ['rows', '.page table td'], ['evaluations', '.pair'], ['settings', '.settings td'], ['charts', '.chart canvas']]) {
     await file.goto(`${report}#/${view}`);
     await file.waitForSelector(sign);

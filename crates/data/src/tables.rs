@@ -126,7 +126,7 @@ impl<'a> Table<'a> {
         let read = BufReader::new(std::io::Read::take(file, MAX_HEADER_BYTES)).read_until(b'\n', &mut line);
         read.map_err(DataError::io("read", path))?;
         let has_returns = line.ends_with(b"\r\n");
-        // Of equal ones, the last wins.
+        // The last of equal ones wins.
         let mut counts = [(b'\t', 0), (b';', 0), (b',', 0)];
         let mut is_quoted = false;
         for byte in line {

@@ -328,3 +328,24 @@ proptest::proptest! {
         }
     }
 }
+
+/// The first bytes of photos as `pillow-heif` 1.x and phones write them.
+#[test]
+fn a_photo_of_an_iphone_gets_the_command_that_converts_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let limits = Limits::default();
+    let path = folder.path().join("it's.HEIC");
+    for start in [&b"\0\0\0\x1cftypheic\0\0\0\0mif1heicmiaf"[..], b"\0\0\0\x24ftypmif1\0\0\0\0mif1MiHEheic"] {
+        std::fs::write(&path, start).unwrap();
+        let probed = probe_image(&path, &limits).unwrap_err().to_string();
+        let read = load_image(&path, Orientation::Upright, &limits).unwrap_err().to_string();
+        for told in [probed, read] {
+            assert!(told.contains("the content is HEIC") && told.contains("`heif-convert '"), "{told}");
+            assert!(told.contains("it'\\''s.jpg'`") && told.contains("libheif-examples"), "{told}");
+        }
+    }
+    // AVIF has the same container.
+    std::fs::write(&path, b"\0\0\0\x1cftypmif1\0\0\0\0avifmif1miaf").unwrap();
+    let told = probe_image(&path, &limits).unwrap_err().to_string();
+    assert!(!told.contains("heif-convert"), "{told}");
+}

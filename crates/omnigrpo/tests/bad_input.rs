@@ -399,8 +399,13 @@ fn settings_that_a_family_does_not_read() {
         place.run(&line).fails(2, &[flag, "got: ", "help: "]);
     }
     place.write("c.yaml", "max_pixels: 12544\n");
+    // The line may suit the model of the file, which the command line replaces.
+    let note = place.run(&format!("{humanomni} --config c.yaml")).ok().stderr;
+    let told = "`max_pixels` 12544 of c.yaml:1 is not used: its pictures always have the size of its tower";
+    assert!(note.contains(told), "{note}");
+    place.write("c.yaml", format!("max_pixels: 12544\nmodel_name_or_path: {}\n", model("humanomni")));
     place
-        .run(&format!("{humanomni} --config c.yaml"))
+        .run("data show --train_file one.jsonl --config c.yaml")
         .fails(2, &["at: c.yaml:1", "help: its pictures always have the size of its tower"]);
     // The family's own preset sets pixels for Qwen models, which it also serves, and qwen-mcq sets bounds for tiles.
     let left = |preset: &str, name: &str| {
@@ -525,13 +530,13 @@ fn files_that_are_no_dataset() {
     let place = Place::new();
     place.write("empty.jsonl", "");
     place.write("empty.json", "[]");
-    place.write("text.csv", "a,b\n1,2\n");
+    place.write("text.txt", "a,b\n1,2\n");
     let cases: &[(&str, &[&str])] = &[
         ("empty.jsonl", &["the dataset is empty: got 0 rows in empty.jsonl, expected at least one"]),
         ("empty.json", &["the dataset is empty: got 0 rows in empty.json, expected at least one"]),
         (
-            "text.csv",
-            &["text.csv: unknown dataset format: got content that begins with", "expected a .jsonl file"],
+            "text.txt",
+            &["text.txt: unknown dataset format: got content that begins with", "expected a .jsonl file"],
         ),
         ("gone.jsonl", &["gone.jsonl", "No such file"]),
     ];

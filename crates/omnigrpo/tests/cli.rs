@@ -182,7 +182,6 @@ fn unknown_names_get_a_suggestion() {
         &["data", "sho"],
         &["train", "rows.json"],
         &["train", "--zzz"],
-        &[],
     ];
     insta::assert_snapshot!(transcript(lines));
 }

@@ -35,7 +35,7 @@ const ELSEWHERE: [(&str, &[&str]); 5] = [
             "ddp_timeout",
         ],
     ),
-    ("the command ends before it trains", &["print_config", "dry_run", "gpu_memory", "json"]),
+    ("the command ends before it trains", &["print_config", "dry_run", "gpu_memory", "gpu_rates", "json"]),
     ("the hub: tests/published.rs", &["push_to_hub", "hub_model_id", "hub_private_repo", "hub_strategy"]),
     ("directories of another family: tests/humanomni.rs", &["vision_tower", "audio_tower", "bert"]),
     (

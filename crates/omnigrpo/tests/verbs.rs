@@ -2019,3 +2019,73 @@ fn rewards_are_tried_before_a_run() {
     assert!(scored.contains("  accuracy 1  <answer>5</answer>\n  accuracy 0  6\n"), "{scored}");
     place.run("rewards try accuracy").fails(2, &["no rows to try the rewards on", "--train_file rows.jsonl"]);
 }
+
+/// A newcomer types these first: nothing, a topic, and the settings of the demo.
+#[test]
+fn help_answers_without_a_command_and_for_topics() {
+    let place = Place::new();
+    let none = place.run("").ok();
+    assert!(none.stdout.contains("Usage: omnigrpo") && none.stdout.contains("  train "), "{}", none.stdout);
+    let group = place.run("data").ok();
+    assert!(group.stdout.contains("convert") && group.stdout.contains("check"), "{}", group.stdout);
+    let topic = place.run("help lora").ok().stdout;
+    for part in ["Settings about `lora`:", "--lora_r ", "--use_peft "] {
+        assert!(topic.contains(part), "{part}: {topic}");
+    }
+    assert!(place.run("help host").ok().stdout.starts_with("--host TEXT\n"));
+    place.run("help zzzzz").fails(2, &["no command and no setting is named `zzzzz`"]);
+    let script = place.run("completions bash").ok().stdout;
+    assert!(script.contains("entropy_coef"));
+    assert!(place.run("completions zsh").ok().stdout.contains("entropy_coef"));
+
+    let printed = place.run("demo --print_config --max_steps 7").ok().stdout;
+    let value = |name: &str| {
+        let line = printed.lines().find_map(|line| line.strip_prefix(&format!("{name}: "))).unwrap();
+        line.split(" # ").next().unwrap().trim().to_owned()
+    };
+    for (name, expected) in [
+        ("learning_rate", "0.0003"),
+        ("max_steps", "7"),
+        ("beta", "0.01"),
+        ("seed", "1"),
+        ("lr_scheduler_type", "constant_with_warmup"),
+    ] {
+        assert_eq!(value(name), expected, "{printed}");
+    }
+    let help = place.run("demo --help").ok().stdout;
+    assert!(help.contains("[default: 0.0003]") && !help.contains("[default: 1e-6]"), "{help}");
+}
+
+#[test]
+fn a_push_is_shown_before_it_is_sent() {
+    let place = Place::new();
+    place.copied_checkpoint("mine");
+    place.write("mine/README.md", "---\nlicense: mit\n---\n# Mine\n");
+    place.write("mine/secret.txt", "no");
+    // There is no hub at this address.
+    let mut command = place.command("push mine --dry_run --hub_private_repo --hub_model_id me/mine");
+    let shown = ran(command.env("HF_ENDPOINT", "http://127.0.0.1:9")).ok().stdout;
+    for part in
+        ["private repository: me/mine", "  config.json\n", "  model.safetensors\n", "README.md:", "# Mine"]
+    {
+        assert!(shown.contains(part), "{part}: {shown}");
+    }
+    assert!(!shown.contains("secret"), "{shown}");
+    let mut command = place.command("push mine --dry_run --hub_model_id a/b/c");
+    ran(command.env("HF_ENDPOINT", "http://127.0.0.1:9")).fails(2, &["wrong name for a repository"]);
+}
+
+#[test]
+fn a_run_ends_with_the_next_commands() {
+    let place = Place::new();
+    let line = format!("train --model M --train_file rows.jsonl --reward_funcs random {SMALL}");
+    let whole = place.run(&format!("{line} --output_dir whole")).ok().stdout;
+    let expected = "\nomnigrpo watch whole\nomnigrpo generate --model_name_or_path whole --prompt TEXT\nomnigrpo serve whole\n";
+    assert!(whole.ends_with(expected), "{whole}");
+    let adapter = place.run(&format!("{line} --use_peft --lora_r 2 --output_dir adapter")).ok().stdout;
+    let served = adapter.lines().last().unwrap();
+    assert!(
+        served.starts_with("omnigrpo serve ") && served.ends_with(" --adapter_name_or_path adapter"),
+        "{served}"
+    );
+}

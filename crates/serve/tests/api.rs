@@ -498,6 +498,17 @@ fn what_cannot_be_done_is_refused_with_a_reason() {
         (with(asked("x"), json!({ "repetition_penalty": 1e-45 })), None, "expected from 0.01 to 100"),
         (with(asked("x"), json!({ "repetition_penalty": 3e38 })), None, "expected from 0.01 to 100"),
         (with(asked("x"), json!({ "frequency_penalty": 1e308 })), Some("frequency_penalty"), "unsupported"),
+        (
+            with(asked("x"), json!({ "skip_special_tokens": false })),
+            Some("skip_special_tokens"),
+            "true is the value",
+        ),
+        (
+            with(asked("x"), json!({ "chat_template_kwargs": { "enable_thinking": false } })),
+            Some("chat_template_kwargs"),
+            "start the server with --chat_template_kwargs",
+        ),
+        (with(asked("x"), json!({ "reasoning_effort": "low" })), Some("reasoning_effort"), "leave it out"),
         (with(asked("x"), json!({ "top_k": -2 })), Some("top_k"), "top_k is -2"),
         (with(asked("x"), json!({ "top_k": i64::MIN })), Some("top_k"), "top_k is -9223372036854775808"),
         (with(asked("x"), json!({ "top_k": 1u64 << 63 })), None, "expected a whole number"),

@@ -63,8 +63,7 @@ impl Layer {
     /// Reads entries of the command line of a verb or of a file. Of a flag that the command line repeats, the last value counts, and a note
     /// says so.
     pub fn read(mut entries: Vec<Entry>, verb: Option<Verb>) -> Self {
-        let mut layer = Self::default();
-        layer.notes = leave_last(&mut entries);
+        let mut layer = Self { notes: leave_last(&mut entries), ..Self::default() };
         // Settings implied by other settings. They are added after all entries are read, when it is known which settings are
         // given directly.
         let mut becoming = Vec::new();

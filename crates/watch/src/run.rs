@@ -166,6 +166,12 @@ impl Run {
         Metrics { id: stamp.id, bytes: stamp.bytes, age_secs: age.as_secs(), done, events }
     }
 
+    /// Returns the day and the minute in UTC at which the last row was written; `None` before the first step.
+    pub(crate) fn last_written(&self) -> Option<String> {
+        let written = fs::metadata(self.metrics_path()).and_then(|meta| meta.modified()).ok()?;
+        Some(jiff::Timestamp::try_from(written).ok()?.strftime("%Y-%m-%d %H:%M UTC").to_string())
+    }
+
     /// Returns complete rows from an offset, unchanged.
     pub(crate) fn metrics(&self, from: u64) -> Result<Slice, Error> {
         let path = self.metrics_path();

@@ -481,7 +481,9 @@ impl App {
 }
 
 fn described((run, name): (&Run, String)) -> Value {
-    json!({ "name": name, "dir": run.dir, "settings": run.settings(), "metrics": run.metrics_now() })
+    json!({
+        "name": name, "dir": run.dir, "settings": run.settings(), "metrics": run.metrics_now(), "ended": run.last_written(),
+    })
 }
 
 fn rows(run: &Run, from: u64) -> Result<Answer, Error> {

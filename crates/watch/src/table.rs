@@ -16,7 +16,7 @@ use crate::index::Stamp;
 use crate::run::{Metrics, Run};
 use crate::verdict::{Judged, Kind, Measure, Measured};
 
-/// What a line is computed from. If it is the same, so is the line.
+/// State of the files from which a line is computed. The same state gives the same line.
 type Seen = (Metrics, Option<bool>, Option<Stamp>);
 
 /// Lines of all runs.

@@ -20,7 +20,7 @@ class Progress:
     """Shows step, phase, time left and the course of the reward, and lines for the user."""
 
     def __init__(self, off=False, quiet=False):
-        self.rewards, self._shown, self._cell, self._last = [], False, None, 0.0
+        self.rewards, self._shown, self._cell, self._last, self._total = [], False, None, 0.0, 0
         shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
         self.notebook, self._quiet = hasattr(shell, "kernel"), quiet
         self._on = not off and not quiet and (self.notebook or sys.stderr.isatty())
@@ -31,6 +31,7 @@ class Progress:
             return
         self._last = time.monotonic()
         done, total, left = state["done"], state["total"], state["left_secs"]
+        self._total = total
         filled = round(20 * done / max(1, total))
         parts = [f"{done}/{total} [{'█' * filled}{' ' * (20 - filled)}]", state["phase"]]
         if left is not None:
@@ -60,6 +61,12 @@ class Progress:
         else:
             self.close()
             print(text, file=sys.stderr)
+
+    def finish(self, steps):
+        """Show that a run has ended after so many steps, unless it never showed a state."""
+        if self._shown:
+            phase = "done" if steps >= self._total else "stopped"
+            self.show({"done": steps, "total": self._total, "phase": phase, "left_secs": None, "is_reward": True})
 
     def close(self):
         """Leave the last state in place, and end its line."""

@@ -30,6 +30,7 @@ class Settings(TypedDict, total=False):
     device: str | float | bool
     reference_device: str | float | bool
     gpu_memory: str | float | bool
+    gpu_rates: str | float | bool
     adapter_name_or_path: str | PathLike[str]
     adapter_path: str | PathLike[str]
     merge: bool
@@ -61,6 +62,7 @@ class Settings(TypedDict, total=False):
     prompt_key: str | float | bool
     solution_column: str | float | bool
     answer_key: str | float | bool
+    question: str | float | bool
     image_column: str | float | bool
     image_key: str | float | bool
     video_column: str | float | bool
@@ -262,6 +264,8 @@ class Settings(TypedDict, total=False):
     prometheus_port: int
     dashboard: bool
     dashboard_port: int
+    host: str | float | bool
+    allowed_hosts: Sequence[str | float | bool] | str | float | bool | str | PathLike[str]
     tui: bool
     notify: Sequence[str | float | bool] | str | float | bool | str | PathLike[str]
     profile: bool

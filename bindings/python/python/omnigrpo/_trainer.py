@@ -486,9 +486,10 @@ class GRPOTrainer:
         self._call("on_train_begin")
         try:
             done, model = _omnigrpo.train(self._config._command, self._given(), self._digests, resume_from_checkpoint is None, run)
+            done = json.loads(done)
+            run.progress.finish(done["steps"])
         finally:
             run.progress.close()
-        done = json.loads(done)
         if run.steps == 0 and not done["interrupted"]:
             run.restore(done["steps"])
             self.state.global_step = done["steps"]

@@ -184,7 +184,8 @@ function ask(action, question) {
 function notify() {
   const several = state.runs.length > 1;
   again.command = `omnigrpo watch ${state.runs.map((run) => quoted(run.dir)).join(' ')}`;
-  const parts = state.runs.filter((run) => run.failure).map((run) => failure(`${run.name}: ${run.failure.message}`));
+  const parts = isFile ? state.runs.map(about) : [];
+  parts.push(...state.runs.filter((run) => run.failure).map((run) => failure(`${run.name}: ${run.failure.message}`)));
   if (state.answer) parts.push(el('div', { class: 'notice', role: 'status' }, el('p', {}, visible(state.answer))));
   if (state.ended || (state.gone && state.drawn)) {
     parts.push(el('div', { class: 'notice', role: 'status' },
@@ -210,6 +211,13 @@ function folded(cards) {
     el('summary', {}, `Verdicts on ${judged.length} runs`, parts.filter(([own]) => own).map(([own, word]) => ` · ${own} ${word}`)), cards);
   box.open = remember('verdicts') === 'open';
   return box;
+}
+
+/// Returns the head of a report: what was trained, on what, by what, and when.
+function about(run) {
+  const rows = [['Run', run.name], ['Model', run.setting('model_name_or_path')], ['Data', ['train_file', 'dataset_use', 'data_file_paths'].map(run.setting, run).find(Boolean)], ['Rewards', run.setting('reward_funcs')],
+    ['Steps', `${run.last?.step ?? 0} of ${run.setting('max_steps') > 0 ? run.setting('max_steps') : 'the data'}`], ['Last step', run.ended]];
+  return el('div', { class: 'notice' }, el('dl', {}, rows.filter(([, value]) => value).map(([name, value]) => [el('dt', {}, name), el('dd', {}, visible(String(value)))])));
 }
 
 const shownRuns = () => state.runs.filter((run) => run.shown);

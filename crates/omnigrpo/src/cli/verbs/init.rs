@@ -27,6 +27,10 @@ const SPLIT_FROM: u64 = 40;
 const HELD_OUT: [u64; 2] = [50, 200];
 /// Time after which a run should show its first result, in seconds.
 const PATIENCE: f64 = 3600.0;
+/// Smallest number of pixels of a picture that is chosen for the sake of time: 128 tokens of 28 × 28.
+const FEWEST_PIXELS: usize = 128 * PATCH;
+/// Pixels of a token of most models.
+const PATCH: usize = 784;
 /// Number of steps to the first result.
 const FIRST_STEPS: u64 = 20;
 /// Settings for a plan alone, which the written file does not have.
@@ -426,12 +430,14 @@ impl Rows {
         let prompts = |count: u64| ("per_device_train_batch_size", self.num_rows.clamp(1, count).to_string());
         let mut levers = vec![length(THINKING / 2), prompts(PROMPTS / 2)];
         levers.extend(media.concat());
-        levers.extend([
-            length(THINKING / 4),
-            prompts(PROMPTS / 4),
-            ("num_generations", "4".to_owned()),
-            length(THINKING / 8),
-        ]);
+        levers.extend([length(THINKING / 4), prompts(PROMPTS / 4), ("num_generations", "4".to_owned())]);
+        levers.push(length(THINKING / 8));
+        for (name, pixels) in media.concat().into_iter().filter(|(name, _)| name.ends_with("pixels")) {
+            let Ok(pixels) = pixels.parse::<usize>() else { continue };
+            let smaller = [2, 4, 8].map(|by| pixels / by / PATCH * PATCH);
+            let smaller = smaller.into_iter().filter(|pixels| *pixels >= FEWEST_PIXELS);
+            levers.extend(smaller.map(|pixels| (name, pixels.to_string())));
+        }
         levers.retain(|(name, _)| !given.contains(name));
         levers
     }

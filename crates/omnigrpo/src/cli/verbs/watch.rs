@@ -37,7 +37,7 @@ pub fn watch(settings: &Settings, context: &Context) -> Result<()> {
             server.runs_left_out(),
         ));
     }
-    let whom = if place.is_local() { "only on this machine" } else { "for whoever knows its address" };
+    let whom = if place.is_local() { "only on this machine" } else { "for anyone who knows its address" };
     context.console.line(&format!("the page opens {whom}; press Ctrl-C to stop"));
     loop {
         std::thread::park();
@@ -129,7 +129,7 @@ pub fn trackers(
     let own = || directory.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let name = given.clone().unwrap_or_else(own);
     let (place, may_send) = (place(settings, settings.log.prometheus_port), !settings.env.wandb_disabled);
-    // Whoever can reach this machine could read the numbers, so they need the key.
+    // Anyone who reaches this machine could read the numbers, so a client needs the key.
     let key = settings.env.api_key.clone().filter(|_| !place.is_local());
     let run = PackageRun {
         python: settings.rewards.options.external.python.clone(),
