@@ -178,12 +178,9 @@ impl Model {
     /// Reads the tensors of the checkpoint's files that the model does not use and that a saved copy keeps. A model with random
     /// weights may have no such files.
     fn carried_params(&self) -> Result<Vec<Arc<Param>>> {
-        let there = |name: &&str| self.dir().join(name).exists();
-        let files = ["model.safetensors", "model.safetensors.index.json"];
-        let Some(prefix) = self.family().format().carried().filter(|_| files.iter().any(|name| there(&name)))
-        else {
-            return Ok(Vec::new());
-        };
+        let files = ["model.safetensors", "model.safetensors.index.json"].map(|name| self.dir().join(name));
+        let there = files.iter().any(|file| file.exists());
+        let Some(prefix) = self.family().format().carried().filter(|_| there) else { return Ok(Vec::new()) };
         let key = |key: &str| key.starts_with(prefix).then(|| key.to_owned());
         let files = WeightFiles::open(self.dir(), key)?;
         let mut names: Vec<&str> = files.names().collect();
