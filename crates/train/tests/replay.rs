@@ -34,10 +34,11 @@ fn update(
     omnigrpo_train::update((model, Some(reference)), adamw, AT, algorithm, rollouts, &mut timer()).unwrap()
 }
 
-const CHECKPOINTS: [&str; 7] = [
+const CHECKPOINTS: [&str; 8] = [
     "qwen2_5_vl_tied",
     "qwen2_vl_untied",
     "qwen3_vl",
+    "qwen3_5",
     "internvl_original",
     "internvl3_5_original",
     "aria",
