@@ -9,8 +9,10 @@ from pathlib import Path
 import fixtures
 import torch
 from fixtures import EOT, ID, IM_END, IMG, OUT, VE, VID, VOCAB, VS, extend, save_tensors, sketch, write_json
+from make_internvl import three_steps
 from make_qwen3_vl import (
-    CASES, GREEDY_TOKENS, encode, inputs_of, logits_of, logp_of, pixels_of, positions_of, render, write_sidecars,
+    CASES, GREEDY_TOKENS, encode, inputs_of, logits_of, logp_of, pixels_of, positions_of, prepared_rows, render,
+    write_sidecars,
 )
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -183,10 +185,17 @@ def write_cases():
             save_tensors(ROOT / f"{case}.{name}.safetensors", out)
 
 
+def write_replay():
+    """Three steps of GRPO by transformers' model and torch's optimizer."""
+    logp = lambda model, item, completion, dtype: logp_of(model, item["prompt"], completion, item["pixels"])[1]
+    three_steps("qwen3_5", new_model("qwen3_5"), prepared_rows(), logp, lambda n: n)
+
+
 def main():
     ROOT.mkdir(parents=True, exist_ok=True)
     write_checkpoints()
     write_cases()
+    write_replay()
 
 
 if __name__ == "__main__":

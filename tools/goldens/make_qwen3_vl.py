@@ -404,9 +404,8 @@ def check_processor():
             assert torch.equal(got, value) if key.endswith("thw") else torch.allclose(got, value, atol=1e-6), (case, key)
 
 
-def write_replay():
-    """Three steps of GRPO by transformers' model and torch's optimizer."""
-    name = "qwen3_vl"
+def prepared_rows():
+    """Prompts of the replay, with completions and advantages."""
     prepared = []
     for row in ROWS:
         media = ["shapes.png"] if "image" in row["media"] else [FRAMES] if "video" in row["media"] else []
@@ -416,8 +415,13 @@ def write_replay():
             completions=[encode(c) for c in row["completions"]],
             advantages=((rewards - rewards.mean()) / (rewards.std() + 1e-4)).tolist(),
         ))
+    return prepared
+
+
+def write_replay():
+    """Three steps of GRPO by transformers' model and torch's optimizer."""
     logp = lambda model, item, completion, dtype: logp_of(model, item["prompt"], completion, item["pixels"])[1]
-    three_steps(name, new_model(name), prepared, logp, lambda n: n)
+    three_steps("qwen3_vl", new_model("qwen3_vl"), prepared_rows(), logp, lambda n: n)
 
 
 def main():

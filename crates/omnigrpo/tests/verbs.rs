@@ -316,6 +316,24 @@ fn every_command_runs_on_models_that_hear() {
     every_command("qwen2_audio", heard, "out_proj", "qwen2_audio: 2 layers, width 48");
 }
 
+/// A family with a state in place of keys and values in some blocks: every command, and adapters on few bits.
+#[test]
+fn every_command_runs_on_qwen3_5() {
+    let rows = r#"{"id": "one", "image": "shapes.png", "min_pixels": 3136, "max_pixels": 12544, "problem": "<image>\nWhich shape is red?", "solution": "<answer>square</answer>"}
+{"id": "two", "image": ["shapes.png", "noise.png"], "min_pixels": 3136, "max_pixels": 12544, "problem": "<image> and <image>: equal?", "solution": "<answer>no</answer>"}
+{"id": "clip", "video": "clip.gif", "min_pixels": 3136, "max_pixels": 12544, "problem": "<video>Which way?", "solution": "<answer>right</answer>"}
+"#;
+    let place = every_command("qwen3_5", rows, "in_proj_qkv", "qwen3_5: 3 layers, width 48");
+    let model = golden("checkpoints/qwen3_5").display().to_string();
+    for bits in ["load_in_8bit", "load_in_4bit"] {
+        let line =
+            format!("train --model {model} --train_file rows.jsonl --{bits} --use_peft --lora_r 2 {SMALL}");
+        place.run(&format!("{line} --reward_funcs random --output_dir {bits}")).ok();
+        assert!(place.exists(&format!("{bits}/adapter_model.safetensors")));
+    }
+    every_command("qwen3_5_text", TEXTS, "out_proj", "qwen3_5_text: 5 layers, width 48");
+}
+
 /// Rows of GSM8K, of TRL (a prompt with its completion, as text and as messages) and of verl.
 const TEXTS: &str = r####"{"question": "Tom has 6 apples and buys 7. How many has he?", "answer": "He has 6 + 7 = <<6+7=13>>13 apples.\n#### 13"}
 {"prompt": "The sky is", "completion": " blue."}

@@ -191,6 +191,7 @@ impl Segments {
 }
 
 #[cfg(test)]
+#[allow(clippy::single_range_in_vec_init)] // one key range is meant, as in a layout
 mod tests {
     use super::*;
     use crate::attention::QueryRange;
