@@ -34,7 +34,7 @@ fn update(
     omnigrpo_train::update((model, Some(reference)), adamw, AT, algorithm, rollouts, &mut timer()).unwrap()
 }
 
-const CHECKPOINTS: [&str; 8] = [
+const CHECKPOINTS: [&str; 9] = [
     "qwen2_5_vl_tied",
     "qwen2_vl_untied",
     "qwen3_vl",
