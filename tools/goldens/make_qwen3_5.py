@@ -188,7 +188,7 @@ def write_cases():
 def write_replay():
     """Three steps of GRPO by transformers' model and torch's optimizer."""
     logp = lambda model, item, completion, dtype: logp_of(model, item["prompt"], completion, item["pixels"])[1]
-    three_steps("qwen3_5", new_model("qwen3_5"), prepared_rows(), logp, lambda n: n)
+    three_steps("qwen3_5_untied", new_model("qwen3_5_untied"), prepared_rows(), logp, lambda n: n)
 
 
 def main():

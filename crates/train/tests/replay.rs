@@ -38,7 +38,7 @@ const CHECKPOINTS: [&str; 9] = [
     "qwen2_5_vl_tied",
     "qwen2_vl_untied",
     "qwen3_vl",
-    "qwen3_5",
+    "qwen3_5_untied",
     "internvl_original",
     "internvl3_5_original",
     "aria",
