@@ -34,10 +34,14 @@ def test_a_finished_trainer_evaluates_saves_and_logs(start, tmp_path, held_out):
         def on_log(self, args, state, control, logs, **kwargs):
             seen.append(logs)
 
-    trainer = start("accuracy", **held_out)
+    (tmp_path / "one.jsonl").write_text('{"prompt": "Which colour is it?", "solution": "red"}\n')
+    trainer = start("accuracy", **held_out, settings={"allow_text_only": True})
     with pytest.raises(ValueError, match="there is no trained model yet: `train` writes it to"):
         trainer.save_model()
     before = trainer.evaluate()
+    # A dataset of the call is not that of the run.
+    assert trainer.evaluate(tmp_path / "one.jsonl")["eval_rows"] == 1 and trainer.evaluate()["eval_rows"] == 8
+    trainer.state.log_history.clear()
     trainer.train()
     trainer.add_callback(Watching)
     found = trainer.evaluate()
@@ -69,6 +73,22 @@ def test_a_finished_trainer_evaluates_saves_and_logs(start, tmp_path, held_out):
     assert own not in trainer.callbacks
     assert trainer.is_world_process_zero() and trainer.accelerator.is_main_process and trainer.hub_model_id == "run"
     trainer.end()
+
+
+def test_adapters_are_evaluated_and_saved(start, tmp_path, held_out):
+    trainer = start("accuracy", settings={"use_peft": True, "lora_r": 2}, **held_out)
+    before = trainer.evaluate()
+    trainer.train()
+    trainer.save_model()
+    found = trainer.evaluate()
+    assert found.keys() == before.keys() and (tmp_path / "run/adapter_config.json").exists()
+    alone = omnigrpo.evaluate(
+        trainer._settings["model_name_or_path"], held_out["eval_dataset"], "accuracy", max_completion_length=12, dtype="float32",
+        adapter_name_or_path=tmp_path / "run",
+    )
+    assert found["eval_reward"] == alone["metrics"]["eval_reward"]
+    # Another trainer of the same folder begins with the model that it was given.
+    assert start("accuracy", settings={"use_peft": True, "lora_r": 2}, **held_out).evaluate()["eval_reward"] == before["eval_reward"]
 
 
 def test_an_evaluation_without_rows_says_what_to_give(start):
@@ -118,7 +138,8 @@ def test_arguments_that_have_no_place_here_are_refused_by_name(start):
     ]:
         with pytest.raises(TypeError, match=f"{name} is unsupported, expected .*{other}"):
             start(brief, **{name: value})
-    start(brief, quantization_config=None, optimizers=(None, None))
+    start(brief, quantization_config=None, optimizers=(None, None), reward_processing_classes=[None])
+    start(brief, optimizers=None)
 
 
 def test_a_parser_makes_configurations_from_arguments_and_a_file(tmp_path):
@@ -140,6 +161,8 @@ def test_a_parser_makes_configurations_from_arguments_and_a_file(tmp_path):
         parser.parse_args_and_config(["--dataset_name", "x", "--learning_rat", "1"])
     *_, rest = parser.parse_args_and_config(["--dataset_name", "x", "--mine", "1"], return_remaining_strings=True)
     assert rest == ["--mine", "1"]
+    (args,) = omnigrpo.TrlParser(omnigrpo.GRPOConfig).parse_args_and_config(["--output_dir", "2026", "--run_name", "1e5"])
+    assert (str(args.output_dir), args.run_name) == ("2026", "1e5")
     with pytest.raises(TypeError, match="expected GRPOConfig, SFTConfig or data classes"):
         omnigrpo.TrlParser(print)
 

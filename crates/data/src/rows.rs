@@ -17,7 +17,7 @@ use crate::error::{DataError, RowProblem, shorten};
 use crate::formats::outputs::{self, RolloutLine};
 
 /// Maximum size of a row, bytes.
-const MAX_ROW_BYTES: u32 = 64 << 20;
+pub(crate) const MAX_ROW_BYTES: u32 = 64 << 20;
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 pub(crate) struct RowFile {

@@ -18,13 +18,13 @@ use serde_json::{Map, Number, Value};
 
 use crate::error::DataError;
 use crate::formats::kind_of_extension;
-use crate::rows::RowFile;
+use crate::rows::{MAX_ROW_BYTES, RowFile};
 
 /// Largest number of folders within each other that are searched.
 const MAX_DEPTH: usize = 8;
 /// Largest number of columns of a table.
 const MAX_COLUMNS: usize = 10_000;
-/// Longest first line of a table, in bytes.
+/// Longest row of names of columns, in bytes.
 const MAX_HEADER_BYTES: u64 = 1 << 20;
 
 /// Names of the files with a row for each medium of a folder.
@@ -86,6 +86,7 @@ pub(crate) fn open(path: &Path) -> Result<Option<RowFile>, DataError> {
         Some("tsv") => Table::new(path, Some(b'\t'))?,
         _ => return Ok(None),
     };
+    table.check()?;
     let header = table.header()?;
     let numbers = table.numbers(&header)?;
     let (mut lines, mut failure) = (Vec::new(), None);
@@ -165,6 +166,64 @@ impl<'a> Table<'a> {
             )
         })?;
         Ok(Some((line, cells)))
+    }
+
+    /// Checks that quotes are closed and that no row is too long, before a row is held in memory. The states are those of the reader.
+    fn check(&self) -> Result<(), DataError> {
+        enum At {
+            Start,
+            Cell,
+            Quoted,
+            Quote,
+        }
+        let file = File::open(self.path).map_err(DataError::io("open", self.path))?;
+        let (mut reader, mut at, mut line) = (BufReader::with_capacity(1 << 16, file), At::Start, 1);
+        // Line and length of the row, and the line where the last quote opened.
+        let (mut row, mut row_bytes, mut opened) = (1, 0, 1);
+        loop {
+            let bytes = reader.fill_buf().map_err(DataError::io("read", self.path))?;
+            if bytes.is_empty() {
+                break;
+            }
+            for &byte in bytes {
+                let ends_line = byte == b'\n' || byte == b'\r';
+                row_bytes += 1;
+                line += u64::from(byte == b'\n');
+                at = match (at, byte) {
+                    (At::Start, b'"') => {
+                        opened = line;
+                        At::Quoted
+                    }
+                    (At::Quoted, b'"') => At::Quote,
+                    (At::Quoted, _) | (At::Quote, b'"') => At::Quoted,
+                    (_, byte) if byte == self.separator || ends_line => At::Start,
+                    _ => At::Cell,
+                };
+                let limit = if row == 1 { MAX_HEADER_BYTES } else { MAX_ROW_BYTES.into() };
+                if row_bytes > limit {
+                    let what = match at {
+                        At::Quoted => format!(
+                            "a quote opens in line {opened} and closes nowhere in the next {limit} bytes; close it, or double it within a quoted cell"
+                        ),
+                        _ => format!("the row has more than {limit} bytes"),
+                    };
+                    return Err(self.wrong(row, &what));
+                }
+                if ends_line && !matches!(at, At::Quoted) {
+                    (row, row_bytes) = (line, 0);
+                }
+            }
+            let read = bytes.len();
+            reader.consume(read);
+        }
+        match at {
+            At::Quoted => {
+                let what =
+                    "a quote opens here and closes nowhere; close it, or double it within a quoted cell";
+                Err(self.wrong(opened, what))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn line(&self, position: Option<&csv::Position>) -> u64 {

@@ -168,3 +168,25 @@ fn damaged_tables_name_file_line_and_remedy() {
         assert!(parts.iter().all(|part| error.contains(part)), "{error}");
     }
 }
+
+/// A quote that is never closed would make one cell of the rest of the file.
+#[test]
+fn quotes_that_stay_open_and_endless_rows_are_errors() {
+    let refused = |text: &str| match table("rows.csv", text.as_bytes(), &options()) {
+        Ok((_, rows)) => panic!("{} rows", rows.len()),
+        Err(error) => error,
+    };
+    let error = refused("image,answer\na.png,\"yes\na.png,no\na.png,no\n");
+    assert!(error.contains("line 2") && error.contains("a quote opens here and closes nowhere"), "{error}");
+    let error = refused(&format!("image,{}\na.png,x\n", "answer".repeat(200_000)));
+    assert!(error.contains("more than 1048576 bytes"), "{error}");
+    // Quotes that are part of a cell, doubled ones and line ends within them are none of this.
+    let (_folder, rows) = table(
+        "rows.csv",
+        b"image,answer\na.png,6\" pipe\na.png,\"two\nlines, \"\"quoted\"\"\"\n",
+        &options(),
+    )
+    .unwrap();
+    let answers: Vec<Value> = columns(&rows).iter().map(|row| row["answer"].clone()).collect();
+    assert_eq!(answers, [json!("6\" pipe"), json!("two\nlines, \"quoted\"")]);
+}

@@ -536,7 +536,7 @@ impl Shared {
         let mut request = Request { head, body: Body::new(&self.budget) };
         let refusal = self.limits.refusal;
         if !request.is_meant(self.bound, &self.names) {
-            let why = "this server only accepts requests to an address of this machine or to localhost";
+            let why = "this server only accepts requests to an address of this machine, to localhost, or to a name of --allowed_hosts";
             return Err(refusal(StatusCode::MISDIRECTED_REQUEST, why));
         }
         let limit = self.limits.body_bytes;

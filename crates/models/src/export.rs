@@ -31,8 +31,10 @@ pub const COMPANIONS: [&str; 17] = [
     "configuration.json",
     "sentencepiece.bpe.model",
     // The voices of Qwen2.5-Omni's talker, a pickle file that is copied and never read.
-    "spk_dict.pt",
+    VOICES,
 ];
+/// Voices of Qwen2.5-Omni.
+const VOICES: &str = "spk_dict.pt";
 /// Model card, from which the licence is copied.
 const CARD: &str = "README.md";
 /// Folder of chat templates other than the default one.
@@ -177,7 +179,9 @@ impl Model {
     /// this program never runs it.
     pub(crate) fn copy_companions(&self, dir: &Path, left_out: &[&str]) -> Result<()> {
         for name in companions(self.dir())? {
-            if left_out.iter().any(|left_out| name == Path::new(left_out)) {
+            // The voices of Qwen2.5-Omni are a pickle file, which no other family has.
+            let is_foreign = name == Path::new(VOICES) && self.family().name() != "qwen2_5_omni";
+            if is_foreign || left_out.iter().any(|left_out| name == Path::new(left_out)) {
                 continue;
             }
             let Some(content) = companion(self.dir(), &name)? else { continue };

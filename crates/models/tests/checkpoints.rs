@@ -1064,6 +1064,23 @@ fn experts_are_read_in_every_form_and_saved_in_the_published_one() {
         },
         &["unknown tensor model.layers.1.mlp.experts.9999999.up_proj.weight"],
     );
+    // Neither many experts without layers nor empty ones take memory.
+    refused(
+        &|tensors| {
+            let more = tensors[OWN].clone();
+            let names = (0..500).map(|i| format!("x{i}.experts.65535.up_proj.weight"));
+            tensors.extend(names.map(|name| (name, more.clone())));
+        },
+        &["unknown tensor x0.experts.65535.up_proj.weight"],
+    );
+    refused(
+        &|tensors| {
+            for name in ["x.experts.gate_up_proj", "x.experts.down_proj"] {
+                tensors.insert(name.into(), (Dtype::F32, vec![1 << 40, 0, 0], Vec::new()));
+            }
+        },
+        &["unknown tensor x.experts.down_proj"],
+    );
     refused(
         &|tensors| {
             let more = tensors[OWN].clone();

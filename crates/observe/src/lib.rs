@@ -69,7 +69,7 @@ pub type Metric = (String, Option<f64>);
 
 /// Returns true if a number of an evaluation only repeats another one under the name that a different program uses for it.
 pub fn is_alias(name: &str) -> bool {
-    name.starts_with("eval_") && name.ends_with("_reward") && name != "eval_reward"
+    ["eval_accuracy_reward", "eval_format_reward", "eval_total_reward"].contains(&name)
 }
 
 /// Returns true for an evaluation metric that is shown where there is room for few numbers.

@@ -29,6 +29,8 @@ const MAX_END_BYTES: u64 = 16 << 20;
 pub(crate) struct Course {
     file: u64,
     next: u64,
+    /// Number of updates that were read.
+    updates: usize,
     /// Step and mean reward of each update.
     rewards: Vec<(u64, f64)>,
     /// Step and mean of the first reward function of each update.
@@ -88,7 +90,7 @@ impl Course {
         let mut lines = Lines::new(file);
         let failed = || Error::io("read", &path);
         // With so many steps, each end has SPAN of them.
-        while course.rewards.len() < 3 * SPAN && course.next < MAX_END_BYTES {
+        while course.updates < 3 * SPAN && course.next < MAX_END_BYTES {
             let Some((offset, line)) = lines.next().map_err(failed())? else { return Ok(course) };
             course.next = offset + line.len() as u64 + 1;
             if let Ok(row) = serde_json::from_slice::<Map<String, Value>>(line) {
@@ -110,14 +112,13 @@ impl Course {
                     end.add(row);
                 }
             }
-            if !course.has_gap || end.rewards.len() >= SPAN || size >= MAX_END_BYTES {
+            if !course.has_gap || end.updates >= SPAN || size >= MAX_END_BYTES {
                 break end;
             }
             size *= 2;
         };
-        if !end.rewards.is_empty() {
-            course.step = end.step;
-        }
+        course.step = course.step.max(end.step);
+        course.updates += end.updates;
         course.rewards.extend(end.rewards);
         course.first_reward.extend(end.first_reward);
         course.evaluations.extend(end.evaluations);
@@ -148,7 +149,7 @@ impl Course {
             self.evaluations.extend(metrics_of(row).map(|metrics| (step, metrics)));
             return;
         }
-        self.step = step;
+        (self.step, self.updates) = (step, self.updates + 1);
         let number = |name: &str| row.get(name).and_then(Value::as_f64);
         let Some(reward) = number("reward").filter(|_| self.rewards.len() < MAX_STEPS) else { return };
         self.rewards.push((step, reward));

@@ -58,8 +58,8 @@ class GRPOTrainer:
         tools: Sequence[Callable[..., Any]] | None = ...,
         environment_factory: _Factory | Mapping[str, _Factory] | None = ...,
         *,
-        reward_processing_classes: None = ...,
-        optimizers: tuple[None, None] = ...,
+        reward_processing_classes: Sequence[None] | None = ...,
+        optimizers: tuple[None, None] | None = ...,
         rollout_func: None = ...,
         quantization_config: None = ...,
     ) -> None: ...

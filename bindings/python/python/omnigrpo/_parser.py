@@ -53,7 +53,7 @@ class TrlParser:
                     action.required = False
             parser.set_defaults(**{name: value for name, value in file.items() if name in fields})
             *made, words = parser.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
-        unknown = [f"{name}: {value}" for name, value in file.items() if name not in settings and name not in fields]
+        unknown = [word for name, value in file.items() if name not in settings and name not in fields for word in (f"--{name}", str(value))]
         remaining = [*words, *unknown]
         if remaining and fail_with_unknown_args and not return_remaining_strings:
             raise ValueError(f"unknown arguments: {', '.join(map(str, remaining))}")
@@ -90,7 +90,7 @@ def _own(words, fields):
         values = [value] if given else []
         while not given and words and not words[0].startswith("--"):
             values.append(words.pop(0))
-        values = [_value(one) for one in values]
+        values = [_value(name, one) for one in values]
         settings[name] = values[0] if len(values) == 1 else values or True
     return settings, rest
 
@@ -106,8 +106,14 @@ def _known(name):
     return True
 
 
-def _value(text):
+# Settings whose values are texts, also those that look like numbers.
+_TEXTS = ("output_dir", "run_name", "hub_model_id", "model_name_or_path", "system_prompt", "train_file", "eval_file")
+
+
+def _value(name, text):
     """Return the number, truth value, list or text that an argument means."""
+    if name in _TEXTS or name.endswith(("_path", "_dir", "_file", "_column")):
+        return text
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -267,8 +268,8 @@ class GRPOTrainer:
                  processing_class=None, tools=None, environment_factory=None, *, reward_processing_classes=None, optimizers=(None, None),
                  rollout_func=None, quantization_config=None):
         instead = {
-            "reward_processing_classes": (reward_processing_classes, "a reward model by its directory, which has its tokenizer"),
-            "optimizers": (next((one for one in optimizers if one is not None), None), "`learning_rate`, `lr_scheduler_type` and `adam_beta1`"),
+            "reward_processing_classes": (_some(reward_processing_classes), "a reward model by its directory, which has its tokenizer"),
+            "optimizers": (_some(optimizers), "`learning_rate`, `lr_scheduler_type` and `adam_beta1`"),
             "rollout_func": (rollout_func, "`tools` or `environment_factory`"),
             "quantization_config": (quantization_config, "the settings `load_in_8bit` or `load_in_4bit`"),
         }
@@ -344,23 +345,13 @@ class GRPOTrainer:
                 continue
             if write:
                 # An iterator can be read only once, so that the file replaces it.
-                rows = self._written(rows, name)
+                rows = _written(rows, name, self.args.output_dir / "rows")
                 setattr(self, f"{name}_dataset", rows)
             files = rows.values() if isinstance(rows, Mapping) else [rows]
             given[f"{name}_file"] = [one if isinstance(one, (str, os.PathLike)) else f"{name}.jsonl" for one in files]
         if _runs_python(given):
             given.setdefault("reward_python", sys.executable)
         return dumps(given)
-
-    def _written(self, rows, name):
-        """Return the file of a dataset, or a dict of files of named datasets."""
-        folder = self.args.output_dir / "rows"
-        if not isinstance(rows, Mapping):
-            return file_of(rows, folder, name)
-        for own in rows:
-            if not str(own).isidentifier():
-                raise ValueError(f"{name}_dataset has the name {own!r}, expected letters, digits and `_`, as in the names of metrics")
-        return {own: file_of(one, folder / name, own) for own, one in rows.items()}
 
     def add_callback(self, callback):
         """Add a callback, or a class of callbacks."""
@@ -391,15 +382,18 @@ class GRPOTrainer:
         if rows is None:
             raise ValueError("evaluate needs rows: give `eval_dataset` to it or to the trainer")
         given = json.loads(self._given(write=False))
-        if any((self.args.output_dir / name).exists() for name in ("config.json", "adapter_config.json")):
-            given["model_name_or_path"] = str(self.args.output_dir)
+        if self._model is not None:
+            name = "adapter_name_or_path" if (self.args.output_dir / "adapter_config.json").exists() else "model_name_or_path"
+            given[name] = str(self.args.output_dir)
         samples = given.get("num_generations_eval", 1)
         others = {"output_dir", "train_file", "eval_file", "num_generations", *(("temperature", "top_p", "top_k", "min_p") if samples == 1 else ())}
         settings = {name: value for name, value in given.items() if name not in others and self._evaluates(name, value)}
         settings.update({"num_generations": samples} if samples > 1 else {})
-        files = self._written(rows, "eval")
-        settings["eval_file"] = list(files.values()) if isinstance(files, Mapping) else [files]
-        found = json.loads(_omnigrpo.evaluate(dumps(settings), Calls(self._functions, self._environments)))["metrics"]
+        # The rows of the run stay as they are.
+        with tempfile.TemporaryDirectory(prefix="omnigrpo-") as scratch:
+            files = _written(rows, "eval", Path(scratch))
+            settings["eval_file"] = list(files.values()) if isinstance(files, Mapping) else [files]
+            found = json.loads(_omnigrpo.evaluate(dumps(settings), Calls(self._functions, self._environments)))["metrics"]
         found = {name: value for name, value in found.items() if value is not None}
         if metric_key_prefix != "eval":
             found = {f"{metric_key_prefix}_{name.removeprefix('eval_')}": value for name, value in found.items()}
@@ -418,9 +412,12 @@ class GRPOTrainer:
 
     def save_model(self, output_dir=None):
         """Write the model to a directory, in the layout of the Hugging Face hub. `train` writes it to `args.output_dir` itself."""
+        there = any((self.args.output_dir / name).exists() for name in ("config.json", "adapter_config.json"))
+        if not self.state.is_world_process_zero:
+            return
         if output_dir is not None and Path(output_dir).resolve() != self.args.output_dir.resolve():
             self.model.save(output_dir)
-        elif self._model is None and not (self.args.output_dir / "config.json").exists():
+        elif self._model is None and not there:
             raise ValueError(f"there is no trained model yet: `train` writes it to {self.args.output_dir}")
 
     @property
@@ -454,6 +451,8 @@ class GRPOTrainer:
         if kwargs:
             # TRL's scripts give the name of the dataset for the model card.
             warnings.warn(f"push_to_hub: {', '.join(kwargs)} has no effect; the model card has the names of the data", stacklevel=2)
+        if not self.state.is_world_process_zero:
+            return
         settings = {name: self.args.settings[name] for name in ("hub_model_id", "hub_private_repo") if name in self.args.settings}
         words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
         if _omnigrpo.main(["omnigrpo", "push", str(self.args.output_dir), *words], []) != 0:
@@ -516,10 +515,25 @@ class SFTTrainer(GRPOTrainer):
         super().__init__(model, [], args, train_dataset, eval_dataset, callbacks, peft_config, processing_class)
 
 
+def _written(rows, name, folder):
+    """Return the file of a dataset, or a dict of files of named datasets."""
+    if not isinstance(rows, Mapping):
+        return file_of(rows, folder, name)
+    for own in rows:
+        if not str(own).isidentifier() or own in ("accuracy", "format", "total"):
+            raise ValueError(f"{name}_dataset has the name {own!r}, expected letters, digits and `_` that are no other name of a metric")
+    return {own: file_of(one, folder / name, own) for own, one in rows.items()}
+
+
 def _runs_python(settings):
     """Return whether a run with these settings starts an interpreter, which is then this one."""
     words = [word for name in ("report_to", "reward_funcs", "environment") for word in _words(settings.get(name))]
     return any(word in ("wandb", "trackio", "all") or ".py:" in word for word in words)
+
+
+def _some(value):
+    """Return a value, or what a list has besides None."""
+    return next((one for one in value if one is not None), None) if isinstance(value, (list, tuple)) else value
 
 
 def _words(value):

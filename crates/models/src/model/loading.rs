@@ -61,7 +61,7 @@ fn weight_files(checkpoint: &Checkpoint) -> Result<(WeightFiles, HashSet<String>
 /// Opens the tensors that saved copies contain and the network does not use; `None` if there are none.
 fn carried(checkpoint: &Checkpoint) -> Result<Option<WeightFiles>> {
     let format = checkpoint.family().format();
-    let files = WeightFiles::open(checkpoint.dir(), |key| format.carried(key))?;
+    let files = WeightFiles::open_as_stored(checkpoint.dir(), |key| format.carried(key))?;
     let is_empty = files.names().next().is_none();
     Ok((!is_empty).then_some(files))
 }

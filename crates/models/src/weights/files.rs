@@ -244,12 +244,21 @@ impl WeightFiles {
     /// Returns an error if there is no safetensors file or only a pickle checkpoint, a file is unreadable or truncated, or two
     /// keys belong to one tensor.
     pub fn open(dir: &Path, published: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let mut this = Self::open_as_stored(dir, published)?;
+        this.joined = Joined::take(&mut this.tensors);
+        Ok(this)
+    }
+
+    /// Opens the files as [`Self::open`] does. The weights of experts keep the form that they have in the files.
+    ///
+    /// # Errors
+    /// Returns an error as [`Self::open`] does.
+    pub(crate) fn open_as_stored(dir: &Path, published: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let mut this = Self::empty(dir.to_path_buf());
         let mut keys_seen = HashMap::new();
         for path in shard_paths(dir)? {
             this.add_file(&path, &published, &mut keys_seen)?;
         }
-        this.joined = Joined::take(&mut this.tensors);
         Ok(this)
     }
 

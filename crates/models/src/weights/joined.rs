@@ -5,7 +5,7 @@
 //! (`experts.0.gate_proj.weight [i, h]`), or all experts in one tensor that is transposed, `[e, 2i, h]` and `[e, h, i]`, as
 //! `transformers` 5 saves them. Shapes tell the forms apart: of a block's two tensors, only one order fits.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use half::bf16;
 use omnigrpo_kernels::parallel;
@@ -49,8 +49,9 @@ impl Joined {
         for first in firsts {
             let second = first[..first.len() - WHOLE[0].len()].to_owned() + WHOLE[1];
             let shape = |name: &str| <[usize; 3]>::try_from(tensors.get(name)?.info.shape.clone()).ok();
-            let (Some([_, a, b]), Some([_, c, d])) = (shape(&first), shape(&second)) else { continue };
-            if b == c && Some(a) == d.checked_mul(2) {
+            let (Some([e, a, b]), Some([f, c, d])) = (shape(&first), shape(&second)) else { continue };
+            let is_there = e == f && (1..=MAX_EXPERTS).contains(&e) && b > 0 && d > 0;
+            if is_there && b == c && Some(a) == d.checked_mul(2) {
                 for name in [first, second] {
                     let entry = tensors.remove(&name).and_then(|entry| Self::transposed(&name, &entry));
                     joined.extend(entry.map(|weight| (name, weight)));
@@ -62,19 +63,23 @@ impl Joined {
 
     /// Joins the layers that belong to one expert each.
     fn of_own_layers(tensors: &mut HashMap<String, Entry>) -> BTreeMap<String, Self> {
-        // Number of experts by the names' common start.
-        let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+        // Numbers of the experts by the names' common start.
+        let mut found: BTreeMap<String, BTreeSet<usize>> = BTreeMap::new();
         for name in tensors.keys() {
             let Some((start, end)) = name.split_once(".experts.") else { continue };
             let Some((number, layer)) = end.split_once('.') else { continue };
             let number = number.parse::<usize>().ok().filter(|&number| number < MAX_EXPERTS);
             if let (Some(number), true) = (number, OWN.iter().any(|own| own.contains(&layer))) {
-                let count = counts.entry(format!("{start}.experts.")).or_default();
-                *count = (*count).max(number + 1);
+                found.entry(format!("{start}.experts.")).or_default().insert(number);
             }
         }
         let mut joined = BTreeMap::new();
-        for (start, count) in counts {
+        for (start, numbers) in found {
+            // A few may be missing, which is an error that names them. Names with large numbers alone are no block.
+            let count = numbers.last().map_or(0, |last| last + 1);
+            if count > 2 * numbers.len() {
+                continue;
+            }
             for (whole, own) in WHOLE.into_iter().zip(OWN) {
                 let names = (0..count).flat_map(|e| own.iter().map(move |layer| (e, layer)));
                 let names = names.map(|(e, layer)| format!("{start}{e}.{layer}"));

@@ -231,7 +231,9 @@ pub fn summarize(rows: &[EvalRow], rewards: &RewardSet, measures: &Measures) -> 
         }
     }
     let datasets: BTreeSet<&str> = rows.iter().map(|row| row.dataset.as_str()).collect();
-    for dataset in datasets.iter().filter(|_| datasets.len() > 1) {
+    // These three are names of metrics above.
+    let is_taken = |dataset: &str| ["accuracy", "format", "total"].contains(&dataset);
+    for dataset in datasets.iter().filter(|dataset| datasets.len() > 1 && !is_taken(dataset)) {
         let own = || rows.iter().filter(|row| row.dataset == **dataset);
         let mut add = |name: &str, value| metrics.push((format!("eval_{dataset}_{name}"), value));
         add("rows", Some(own().count() as f64));

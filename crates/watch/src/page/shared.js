@@ -88,7 +88,7 @@ export function number(value, digits = 3) {
 }
 
 // Metrics that repeat a number under the name that another program uses for it.
-const ALIASES = [/^rewards\/[^/]+$/, /^clip_ratio$/, /^completion_length$/, /^grpo\/(kl_div|format_reward|accuracy_reward|total_reward|total_loss)$/, /^eval_(?!reward$).*_reward$/];
+const ALIASES = [/^rewards\/[^/]+$/, /^clip_ratio$/, /^completion_length$/, /^grpo\/(kl_div|format_reward|accuracy_reward|total_reward|total_loss)$/, /^eval_(accuracy|format|total)_reward$/];
 
 /// Removes the names of metrics that only repeat another number of `rows`.
 export function distinct(names, rows) {

@@ -17,11 +17,12 @@ use crate::families::qwen_vl::positions::after;
 const MARKS: usize = 2;
 
 /// Returns the positions of `len` tokens with media at `spans`, and the position of the token after the last. `features` returns the
-/// positions of the features of a medium that begins at a position, in order.
+/// positions of the features of a medium that begins at a position, in order. `is_of_clip` returns whether a medium is the sound of a clip.
 pub fn positions(
     len: usize,
     spans: &[Span],
     features: impl Fn(usize, u32) -> Vec<Position>,
+    is_of_clip: impl Fn(usize) -> bool,
 ) -> (Vec<Position>, u32) {
     let mut out: Vec<Position> = Vec::with_capacity(len);
     let mut next = 0u32;
@@ -31,8 +32,9 @@ pub fn positions(
             *next += 1;
         }
     };
-    // Spans without a token between them belong to a clip and its sound.
-    for group in spans.chunk_by(|a, b| a.start + a.len == b.start) {
+    // A clip and its sound have no token between them. Other media are separate, whatever a template writes between them.
+    let joins = |a: &Span, b: &Span| is_of_clip(a.medium) || is_of_clip(b.medium);
+    for group in spans.chunk_by(|a, b| a.start + a.len == b.start && joins(a, b)) {
         let is_interleaved = group.iter().any(|span| span.medium != group[0].medium);
         let marks = |out: &mut Vec<Position>, next: &mut u32| {
             out.extend([[*next; 3]; MARKS]);

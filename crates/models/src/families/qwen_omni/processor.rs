@@ -168,6 +168,7 @@ impl Processor for OmniProcessor {
         for medium in media {
             self.features(medium.shown(), 0)?;
         }
-        Ok(positions(len, spans, |m, start| self.features(media[m].shown(), start).unwrap_or_default()))
+        let features = |m: usize, start| self.features(media[m].shown(), start).unwrap_or_default();
+        Ok(positions(len, spans, features, |m| media[m].of_clip.is_some()))
     }
 }

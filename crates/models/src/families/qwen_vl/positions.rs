@@ -36,14 +36,14 @@ pub fn grid_positions(
     [t, h, w]: [usize; 3],
     time: impl Fn(usize) -> u32,
 ) -> impl Iterator<Item = Position> {
-    (0..t).map(move |t| start + time(t)).flat_map(move |t| {
+    (0..t).map(move |t| start.saturating_add(time(t))).flat_map(move |t| {
         (0..h * w).map(move |cell| [t, start + (cell / w) as u32, start + (cell % w) as u32])
     })
 }
 
 /// Returns the position after these, one above the largest on all axes; 0 if there are none.
 pub fn after(positions: &[Position]) -> u32 {
-    positions.iter().flatten().max().map_or(0, |largest| largest + 1)
+    positions.iter().flatten().max().map_or(0, |largest| largest.saturating_add(1))
 }
 
 /// Returns the positions of `len` tokens with media at `spans`, and the position of the token after the last.

@@ -384,7 +384,9 @@ impl Rows {
             draft.choose("eval_on_start", "true", "measures the model before training, for comparison");
             let steps = self.num_steps(given);
             let every = (steps / 10).max(FIRST_STEPS);
-            draft.choose("eval_steps", &every.to_string(), "steps between evaluations; the first result");
+            if !draft.has("eval_strategy") {
+                draft.choose("eval_steps", &every.to_string(), "steps between evaluations; the first result");
+            }
         }
         draft.choose("save_steps", "50", "a checkpoint to resume from");
         draft.choose("output_dir", "runs/first", "files of the run; `omnigrpo watch` shows them");
