@@ -21,9 +21,8 @@ fn no_splits(s: &Settings) -> Option<&'static str> {
 pub const FLAGS: &[Flag] = &[
     row("train_file", Paths(&[',']), at!(data.train_file), TRAIN_ROWS)
         .help(
-            "JSON, JSONL, CSV, TSV or parquet files of training rows, a folder of parquet tables, a folder of media with \
-             `metadata.csv` or with a folder for each class, or the name of a dataset \
-             on the hub with such tables (`ORG/NAME`), which is fetched if the local cache lacks it.",
+            "JSON, JSONL, CSV, TSV or parquet files of training rows, a folder of tables or of media, or the name of a dataset \
+             on the hub with tables (`ORG/NAME`), which is fetched if the local cache lacks it.",
         )
         .free(LOOP)
         .per_rank(),
