@@ -497,7 +497,7 @@ mod tests {
             steps.iter().map(|step| if let Step::Bytes(bytes) = step { *bytes } else { 0 }).sum();
         assert_eq!(bytes, 301_000);
         let first = std::mem::take(&mut *asked.lock().unwrap());
-        assert_eq!(first.len(), 6);
+        assert_eq!(first.len(), 7);
         assert!(first.iter().all(|request| request.ends_with("+token")), "{first:?}");
 
         // The second call requests only the listing.
