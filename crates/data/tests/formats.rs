@@ -956,7 +956,7 @@ fn empty_and_unknown_files_are_errors_of_the_dataset() {
     for (name, text, expected) in [
         ("e.jsonl", "", "the dataset is empty"),
         ("e.json", "[]", "the dataset is empty"),
-        ("e.csv", "a,b\n", "unknown dataset format"),
+        ("e.csv", "a,b\n", "the dataset is empty"),
         ("e.parquet", "PAR1", "unknown dataset format"),
         ("e.json", "{\n  \"data\": [", "several lines"),
     ] {

@@ -177,7 +177,10 @@ fn quotes_that_stay_open_and_endless_rows_are_errors() {
         Err(error) => error,
     };
     let error = refused("image,answer\na.png,\"yes\na.png,no\na.png,no\n");
-    assert!(error.contains("line 2") && error.contains("a quote opens here and closes nowhere"), "{error}");
+    assert!(
+        error.contains("rows.csv:2:") && error.contains("a quote opens here and closes nowhere"),
+        "{error}"
+    );
     let error = refused(&format!("image,{}\na.png,x\n", "answer".repeat(200_000)));
     assert!(error.contains("more than 1048576 bytes"), "{error}");
     // Quotes that are part of a cell, doubled ones and line ends within them are none of this.

@@ -645,7 +645,7 @@ fn every_preset_has_a_launch_script_that_sets_what_it_says() {
         );
         count += 1;
     }
-    assert_eq!(count, 8);
+    assert_eq!(count, 9);
 }
 
 #[test]

@@ -1548,7 +1548,7 @@ fn a_plan_for_a_gpu_needs_no_gpu() {
     place.run(&format!("plan {}", line("24"))).fails(2, &["this is no amount of memory", "`24GB`"]);
     place
         .run(&format!("train {} --output_dir out", line("24GB")))
-        .fails(2, &["gpu_memory", "only `plan` and `--dry_run` assume a GPU"]);
+        .fails(2, &["gpu_memory", "only `plan`, `init` and `--dry_run` assume a GPU"]);
 }
 
 /// Main memory has a copy of the weights, and with offload the state, the gradients and the buffers of their copies.

@@ -104,23 +104,12 @@ fn checkups(settings: &Settings) -> Result<Vec<(String, Result<String, String>)>
     Ok(lines)
 }
 
-/// Returns false if the system lists its PCI devices and none of them is a card of NVIDIA.
-fn has_card() -> bool {
-    const NVIDIA: &str = "0x10de";
-    let Ok(devices) = std::fs::read_dir("/sys/bus/pci/devices") else { return true };
-    devices.flatten().any(|device| {
-        let read = |name: &str| std::fs::read_to_string(device.path().join(name)).unwrap_or_default();
-        // Class 03 is a display controller. Other devices of the maker are sound and networks.
-        read("vendor").trim() == NVIDIA && read("class").trim().starts_with("0x03")
-    })
-}
-
 /// Returns lines about the driver, its cards, the kernel libraries, and the choice of `--device auto`.
 fn gpu(settings: &Settings) -> Vec<(String, String)> {
     let mut lines = Vec::new();
     let survey = omnigrpo_gpu::survey();
     match &survey {
-        Err(_) if !has_card() => {
+        Err(omnigrpo_gpu::Error::NoDriver) if !setup::has_nvidia_gpu() => {
             lines.push(("GPU driver".to_owned(), "not needed: no NVIDIA card is found".to_owned()))
         }
         Err(error) => lines.push(("GPU driver".to_owned(), error.to_string())),

@@ -44,8 +44,7 @@ pub fn open_device(
         }
         DeviceChoice::Auto => match omnigrpo_gpu::survey() {
             Err(error @ GpuError::NoDriver) => {
-                let lacks_driver = lists_nvidia_gpu(Path::new("/sys/bus/pci/devices"));
-                Ok((Device::Cpu, if lacks_driver { error.to_string() } else { String::new() }))
+                Ok((Device::Cpu, if has_nvidia_gpu() { error.to_string() } else { String::new() }))
             }
             Ok(survey) if survey.cards.is_empty() => Ok((Device::Cpu, no_cards(settings))),
             found => {
@@ -63,6 +62,11 @@ pub fn open_device(
                 .expected("`auto`, `cpu`, `cuda`, or `cuda:N`")),
         },
     }
+}
+
+/// Returns true if this machine's PCI bus lists an NVIDIA display or compute card.
+pub fn has_nvidia_gpu() -> bool {
+    lists_nvidia_gpu(Path::new("/sys/bus/pci/devices"))
 }
 
 /// Returns true if the PCI bus lists an NVIDIA display or compute card. `devices` is the kernel's list: a directory per device

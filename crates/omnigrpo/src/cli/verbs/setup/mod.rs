@@ -7,7 +7,7 @@ mod prompts;
 mod rewards;
 mod rows;
 
-pub use device::{card_of, is_at, no_cards, open_device};
+pub use device::{card_of, has_nvidia_gpu, is_at, no_cards, open_device};
 pub use hub::{hub, named_dir, progress};
 pub use model::{
     arithmetic, checkpoint, checkpoint_dir, model, model_plan, model_to_change, reference_plan, selection,
