@@ -33,7 +33,7 @@ pub fn positions(
         }
     };
     // A clip and its sound have no token between them. Other media are separate, whatever a template writes between them.
-    let joins = |a: &Span, b: &Span| is_of_clip(a.medium) || is_of_clip(b.medium);
+    let joins = |a: &Span, b: &Span| a.medium == b.medium || is_of_clip(a.medium) || is_of_clip(b.medium);
     for group in spans.chunk_by(|a, b| a.start + a.len == b.start && joins(a, b)) {
         let is_interleaved = group.iter().any(|span| span.medium != group[0].medium);
         let marks = |out: &mut Vec<Position>, next: &mut u32| {
