@@ -110,7 +110,10 @@ fn gpu(settings: &Settings) -> Vec<(String, String)> {
     let survey = omnigrpo_gpu::survey();
     match &survey {
         Err(omnigrpo_gpu::Error::NoDriver) if !setup::has_nvidia_gpu() => {
-            lines.push(("GPU driver".to_owned(), "not needed: no NVIDIA card is found".to_owned()))
+            return vec![
+                ("GPU driver".to_owned(), "not needed: no NVIDIA card is found".to_owned()),
+                ("device".to_owned(), "cpu, which `--device auto` takes".to_owned()),
+            ];
         }
         Err(error) => lines.push(("GPU driver".to_owned(), error.to_string())),
         Ok(survey) => {
