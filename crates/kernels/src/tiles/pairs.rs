@@ -130,7 +130,7 @@ impl Streamed {
         for (i, pair) in pairs.clone().enumerate() {
             let line = |p: usize| {
                 let from = self.w.wrapping_add((step + p) * self.n + column);
-                if column % (2 * SIDE) == 0 {
+                if column.is_multiple_of(2 * SIDE) {
                     simd::prefetch(from.wrapping_add(ahead * self.n));
                 }
                 // SAFETY: the masked columns of an existing row are readable.
@@ -152,9 +152,8 @@ impl Streamed {
                 let mut acc = _mm512_loadu_ps(sums);
                 for (i, pair) in pairs.clone().enumerate() {
                     let left = _mm512_set1_epi32(*x.add(pair) as i32);
-                    let (left, right): (__m512bh, __m512bh) =
-                        (std::mem::transmute(left), std::mem::transmute(right[i]));
-                    acc = _mm512_dpbf16_ps(acc, left, right);
+                    let words = |v| std::mem::transmute::<__m512i, __m512bh>(v);
+                    acc = _mm512_dpbf16_ps(acc, words(left), words(right[i]));
                 }
                 _mm512_storeu_ps(sums, acc);
             }
