@@ -331,6 +331,9 @@ fn every_command_runs_on_qwen3_5() {
         place.run(&format!("{line} --reward_funcs random --output_dir {bits}")).ok();
         assert!(place.exists(&format!("{bits}/adapter_model.safetensors")));
     }
+    place
+        .run(&format!("plan --model {model} --train_file rows.jsonl --gpu_memory 24GB {SMALL}"))
+        .fails(1, &["models of the family qwen3_5 cannot run on a GPU", "--device cpu"]);
     every_command("qwen3_5_text", TEXTS, "out_proj", "qwen3_5_text: 5 layers, width 48");
 }
 

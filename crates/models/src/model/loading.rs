@@ -58,6 +58,26 @@ fn weight_files(checkpoint: &Checkpoint) -> Result<(WeightFiles, HashSet<String>
     Ok((files, outside))
 }
 
+impl Checkpoint {
+    /// Returns an error if the model cannot run on this device. [`Device::Outline`] is a GPU that is not opened.
+    ///
+    /// # Errors
+    /// Returns an error if the model has a layer that GPUs do not support.
+    pub fn check_device(&self, device: Device) -> Result<()> {
+        let is_gpu = matches!(device, Device::Gpu(_) | Device::Outline);
+        if is_gpu && self.family().architecture().decoder_config().delta.is_some() {
+            return Err(ModelError::Checkpoint {
+                dir: self.dir().to_path_buf(),
+                what: format!(
+                    "models of the family {} cannot run on a GPU, which does not support the gated delta rule; use --device cpu",
+                    self.family().name()
+                ),
+            });
+        }
+        Ok(())
+    }
+}
+
 /// Opens the tensors that saved copies contain and the network does not use; `None` if there are none.
 fn carried(checkpoint: &Checkpoint) -> Result<Option<WeightFiles>> {
     let format = checkpoint.family().format();
@@ -91,15 +111,8 @@ impl Model {
         arithmetic.check()?;
         let family = checkpoint.family();
         let architecture = family.architecture();
-        if matches!(device, Device::Gpu(_)) && architecture.decoder_config().delta.is_some() {
-            return Err(ModelError::Checkpoint {
-                dir: checkpoint.dir().to_path_buf(),
-                what: format!(
-                    "models of the family {} cannot run on a GPU, which does not support the gated delta rule; \
-                     use --device cpu",
-                    family.name()
-                ),
-            });
+        if !outline {
+            checkpoint.check_device(device)?;
         }
         let new = |network, params, outside| Self::new(checkpoint.clone(), network, params, outside, device);
         if outline {
