@@ -331,6 +331,9 @@ fn a_run_is_prepared_for_a_card_that_is_elsewhere() {
     place
         .run("plan --config omnigrpo.yaml --gpu_memory 24GB --gpu_rates 100")
         .fails(2, &["these are no rates of a GPU", "`rtx-4090`", "165,1008"]);
+    place
+        .run("plan --config omnigrpo.yaml --device cpu --gpu_rates l4")
+        .fails(2, &["`gpu_rates` has no effect in this run", "`l4`", "--gpu_memory"]);
 
     // On a slow card, the run becomes smaller until its first result comes within an hour.
     let slow = format!("{line} --gpu_memory 24GB --gpu_rates 0.00015,0.005");

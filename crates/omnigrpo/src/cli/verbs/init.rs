@@ -89,7 +89,7 @@ pub fn init(resolved: &Resolved, context: &Context) -> Result<()> {
         EvalWhen::Steps(steps) => steps,
         _ => FIRST_STEPS,
     };
-    let (mut speed, machine) = plan::speed(&full.settings, &prepared);
+    let (mut speed, machine) = plan::speed(&full.settings, &prepared)?;
     let levers = rows.levers(&given, &plan::shortening_flags(&full, &context, &prepared));
     let quicker =
         quicken(levers, |flags| plan::wait(&full, &context, &prepared, (flags, first_steps), &mut speed))?;

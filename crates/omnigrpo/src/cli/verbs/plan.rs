@@ -46,7 +46,7 @@ struct Times {
 impl Times {
     /// Predicts times, on a CPU after measuring rates for about a second.
     fn new(settings: &Settings, objective: Objective, prepared: &Prepared) -> Result<Self> {
-        let (mut speed, place) = speed(settings, prepared);
+        let (mut speed, place) = speed(settings, prepared)?;
         let longest = settings.algorithm.sampling.max_completion_length;
         let lengths = match objective {
             Objective::Imitate => vec![longest],
@@ -214,9 +214,18 @@ impl Exchange {
 }
 
 /// Returns the speed of the run's device, and the name of the place where it has it.
-pub fn speed(settings: &Settings, prepared: &Prepared) -> (Speed, String) {
+///
+/// # Errors
+/// Returns an error if the run is on the CPU and the settings have rates of a GPU.
+pub fn speed(settings: &Settings, prepared: &Prepared) -> Result<(Speed, String), Problem> {
     if prepared.devices().iter().all(|device| *device == Device::Cpu) {
-        return (Speed::Measured(Rates::default()), "this machine".to_owned());
+        return match &settings.model.gpu_rates {
+            None => Ok((Speed::Measured(Rates::default()), "this machine".to_owned())),
+            Some((given, _)) => Err(Problem::usage("`gpu_rates` has no effect in this run")
+                .at("--gpu_rates")
+                .got(format!("`{given}`, and a run on the CPU, whose speed is measured"))
+                .help("give `--gpu_memory` too, to plan for a GPU that this machine lacks")),
+        };
     }
     let (name, rates) = settings.model.gpu_rates.clone().unwrap_or_else(|| {
         let card = KnownCard::with_memory(prepared.forecast().limit.map_or(0, |(bytes, _)| bytes));
@@ -227,7 +236,7 @@ pub fn speed(settings: &Settings, prepared: &Prepared) -> (Speed, String) {
         rates.flops / 1e12,
         rates.bytes / 1e9
     );
-    (Speed::Card(rates), place)
+    Ok((Speed::Card(rates), place))
 }
 
 /// Time until a run shows something, and its whole time.
