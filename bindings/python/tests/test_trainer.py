@@ -188,7 +188,7 @@ def test_ctrl_c_saves_and_the_same_call_resumes_to_the_same_bytes(start, tmp_pat
             interrupt()
 
     # Steps that last longer than the pause between two looks, so that phases are seen.
-    long = {"min_completion_length": 24, "max_completion_length": 128, "num_generations": 48, "save_steps": 1}
+    long = {"min_completion_length": 24, "max_completion_length": 128, "num_generations": 16, "save_steps": 1}
     start(brief, folder=tmp_path / "whole", settings=long).train()
     monkeypatch.setattr(_calls.Calls, "on_doing", doing)
     with pytest.raises(KeyboardInterrupt):
@@ -407,6 +407,59 @@ def test_evaluations_arrive(start, demo):
     trainer = start("accuracy", eval_dataset=demo / "data/eval.jsonl", callbacks=[Keep()], settings={"max_steps": 1, "eval_on_start": True})
     done = trainer.train()
     assert len(kept) == 2 and kept[0] == done.metrics["before"]["eval_reward"]
+
+
+TRACKIO = """
+import json, os
+
+class Run:
+    def log(self, values, step):
+        with open(os.environ["TOLD"], "a") as told:
+            rows = values.get("completions")
+            print(json.dumps([step, sorted(values) if rows is None else rows]), file=told)
+
+    def finish(self):
+        self.log({"finished": 1}, None)
+
+def init(**given):
+    with open(os.environ["TOLD"], "a") as told:
+        print(json.dumps([given["name"], given["resume"]]), file=told)
+    return Run()
+
+def Image(path):
+    assert os.path.exists(path)
+    return "picture"
+
+def Video(path, format):
+    assert path.endswith(format)
+    return "clip"
+
+def Table(dataframe):
+    return len(dataframe)
+"""
+
+
+def test_trackio_gets_the_steps_and_continues_the_run_that_resumes(start, tmp_path, monkeypatch):
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules/trackio.py").write_text(TRACKIO)
+    (tmp_path / "modules/pandas.py").write_text("def DataFrame(rows, columns):\n    return rows\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'modules'}:{os.environ.get('PYTHONPATH', '')}")
+
+    def told(file, steps, folder="run"):
+        monkeypatch.setenv("TOLD", str(tmp_path / file))
+        tracked = {"report_to": "trackio", "logging_steps": 1, "max_steps": steps, "save_steps": 1, "log_completions": True}
+        start(brief, folder=tmp_path / folder, settings=tracked).train()
+        return [json.loads(line) for line in (tmp_path / file).read_text().splitlines()]
+
+    begun = told("first", 1)
+    name, resume = begun[0]
+    assert name.startswith("run-") and resume == "never" and begun[-1] == [None, ["finished"]], begun
+    assert any(step == 1 and "reward" in values for step, values in begun[1:-1] if isinstance(values, list)), begun
+    assert [1, 8] in begun, "a table of the logged completions"
+    # Another run in a folder of this name is another run.
+    assert told("third", 1, "other/run")[0][0] != name
+    continued = told("second", 2)
+    assert continued[0] == [name, "allow"] and {step for step, _ in continued[1:-1]} == {2}, continued
 
 
 def test_sft_trains(demo, tmp_path):

@@ -1,7 +1,9 @@
 # Sends the lines of JSON that arrive on stdin to the package that the first argument names: wandb or trackio.
+import hashlib
 import importlib
 import json
 import os
+import socket
 import sys
 import traceback
 
@@ -44,8 +46,11 @@ def follow():
                 config=init["config"],
             )
             if name == "trackio":
-                # A run that resumes continues the numbers of before. Nothing is shown in the process of a notebook.
-                run = package.init(**given, resume="allow", embed=False)
+                # A run that resumes continues the latest run of its name, so each folder has a name of its own.
+                if given["name"] == init["directory_name"]:
+                    place = f"{socket.gethostname()}:{os.path.abspath(init['dir'])}"
+                    given["name"] += "-" + hashlib.sha256(place.encode()).hexdigest()[:6]
+                run = package.init(**given, resume="allow" if init["resumes"] else "never", embed=False)
             else:
                 run = package.init(
                     **given, dir=init["dir"], tags=["grpo", "multimodal"], settings=package.Settings(console="off")

@@ -77,6 +77,8 @@ impl Packaged {
     /// # Errors
     /// Returns an error if Python cannot be started or the directory cannot be written.
     pub fn start(package: Package, run: PackageRun) -> Result<Self, String> {
+        // The log moves aside with the other files of a run that starts anew here.
+        let resumes = run.directory.join(package.log()).exists();
         let mut command = Command::new(&run.python);
         command
             .args(["-c", HELPER, package.name()])
@@ -98,8 +100,11 @@ impl Packaged {
         });
         let mut this = Self { package, child: Arc::new(Mutex::new(child)), stdin, stderr };
         let own = run.directory.file_name().unwrap_or_default().to_string_lossy();
+        let (name, settings) = (run.name, run.settings);
         this.tell(&json!({
-            "init": { "dir": run.directory, "name": run.name, "directory_name": own, "config": run.settings }
+            "init": {
+                "dir": run.directory, "name": name, "directory_name": own, "config": settings, "resumes": resumes
+            }
         }))?;
         Ok(this)
     }
