@@ -42,7 +42,8 @@ pub(crate) fn is_metadata(path: &Path) -> bool {
     path.file_name().is_some_and(|name| METADATA.iter().any(|own| name == *own))
 }
 
-/// Gives the columns `file_name`, `NAME_file_name`, `file_names` and `NAME_file_names` of a row the names that they have in `datasets`.
+/// Gives the columns `file_name`, `NAME_file_name`, `file_names` and `NAME_file_names` of a row the names that they have in `datasets`,
+/// unless the row has a column of that name.
 pub(crate) fn rename_files(row: Map<String, Value>) -> Map<String, Value> {
     let renamed = |name: &str, value: &Value| -> Option<String> {
         let (end, whole) = match value {
@@ -57,7 +58,12 @@ pub(crate) fn rename_files(row: Map<String, Value>) -> Map<String, Value> {
             _ => None,
         }
     };
-    row.into_iter().map(|(name, value)| (renamed(&name, &value).unwrap_or(name), value)).collect()
+    let own: BTreeSet<String> = row.keys().cloned().collect();
+    let rename = |(name, value): (String, Value)| {
+        let renamed = renamed(&name, &value).filter(|renamed| !own.contains(renamed));
+        (renamed.unwrap_or(name), value)
+    };
+    row.into_iter().map(rename).collect()
 }
 
 /// Returns the column for the medium of a path: in `audiofolder` and `videofolder`, it has the name of the kind.
@@ -334,7 +340,7 @@ fn split_of(name: &str) -> Option<&'static str> {
     SPLITS.iter().find(|(_, words)| words.iter().any(|word| is_word(&word))).map(|(split, _)| *split)
 }
 
-/// Files of a folder and its subfolders, in order. Hidden ones and links to folders are left out.
+/// Files of a folder and its subfolders, in order. Hidden ones are left out.
 #[derive(Default)]
 struct Found {
     metadata: Vec<PathBuf>,
@@ -352,13 +358,27 @@ impl Found {
         let mut entries = entries.map_err(failed())?;
         entries.sort_by_key(fs::DirEntry::file_name);
         for entry in entries {
-            let Ok(name) = entry.file_name().into_string() else { continue };
+            let refused = |what: &str| {
+                let source = std::io::Error::new(std::io::ErrorKind::Unsupported, what);
+                DataError::Io { action: "read", path: entry.path(), source }
+            };
+            let name = entry.file_name();
+            let Some(name) = name.to_str() else { return Err(refused("its name is no UTF-8; rename it")) };
             let kind = entry.file_type().map_err(failed())?;
             if name.starts_with('.') || name.starts_with("__") {
                 continue;
             }
+            let name = name.to_owned();
             let path = within.join(&name);
-            if kind.is_dir() && depth < MAX_DEPTH {
+            if kind.is_symlink() && entry.path().is_dir() {
+                return Err(refused("links to folders are not followed; move the folder here"));
+            }
+            if kind.is_dir() {
+                if depth == MAX_DEPTH {
+                    return Err(refused(&format!(
+                        "it lies more than {MAX_DEPTH} folders deep; name a folder within it"
+                    )));
+                }
                 if depth == 0 {
                     self.top.push(name);
                 }

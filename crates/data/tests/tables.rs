@@ -118,6 +118,42 @@ fn a_folder_for_each_class_gives_questions_pictures_and_labels() {
     );
 }
 
+/// What is not read is an error, since the rows would be missing without a word.
+#[test]
+fn folders_that_are_not_searched_are_errors() {
+    let refused = |prepare: &dyn Fn(&Path)| {
+        let folder = tempfile::tempdir().unwrap();
+        write(folder.path(), "cat/1.jpg", b"x");
+        write(folder.path(), "dog/1.jpg", b"x");
+        prepare(folder.path());
+        told(&media_folder(folder.path(), "train").unwrap_err()).to_string()
+    };
+    let error = refused(&|folder| write(folder, "1/2/3/4/5/6/7/8/9/a.jpg", b"x"));
+    assert!(error.contains("1/2/3/4/5/6/7/8/9") && error.contains("more than 8 folders deep"), "{error}");
+    #[cfg(unix)]
+    {
+        use std::os::unix::ffi::OsStrExt;
+        let error = refused(&|folder| {
+            std::os::unix::fs::symlink(folder.join("cat"), folder.join("lynx")).unwrap();
+        });
+        assert!(error.contains("lynx") && error.contains("links to folders are not followed"), "{error}");
+        let error =
+            refused(&|folder| fs::write(folder.join(std::ffi::OsStr::from_bytes(b"\xff.jpg")), "x").unwrap());
+        assert!(error.contains("its name is no UTF-8"), "{error}");
+    }
+}
+
+#[test]
+fn a_column_of_the_name_of_a_file_keeps_its_value() {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), "a.png", b"x");
+    write(folder.path(), "b.png", b"x");
+    write(folder.path(), "metadata.csv", b"file_name,image,answer\na.png,b.png,yes\n");
+    let rows = Dataset::open(&[DatasetSpec::file(folder.path().join("metadata.csv"))], &options()).unwrap();
+    assert_eq!(columns(&rows), [json!({"file_name": "a.png", "image": "b.png", "answer": "yes"})]);
+    assert_eq!(media(&rows.get(0).unwrap(), folder.path()), ["b.png"]);
+}
+
 #[test]
 fn cells_keep_their_texts_and_columns_of_numbers_are_numbers() {
     let text = "\u{feff}image,colour,how many,code,size\r\n\
