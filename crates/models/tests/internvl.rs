@@ -12,21 +12,17 @@ use omnigrpo_models::{
     Training, WeightDtype,
 };
 use omnigrpo_ops::Part;
-use omnigrpo_testkit::rows::{INTERNVL, builder, check_plans, dataset, prompt};
+use omnigrpo_testkit::rows::{INTERNVL, builder, cases_of, check_plans, dataset, prompt};
 use omnigrpo_testkit::{
     Golden, assert_close, check_forward, check_gradients, checkpoint, copy_dir, golden, in_order, max_diff,
-    take_gradients, train_all, training, weight_bits,
+    model_of, take_gradients, train_all, training, weight_bits,
 };
 use serde_json::json;
 use tempfile::TempDir;
 
-fn load(name: &str) -> Model {
-    omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap()
-}
-
 /// Every checkpoint with every case it has results for.
 fn cases() -> impl Iterator<Item = (&'static str, String)> {
-    INTERNVL.iter().flat_map(|(name, cases)| cases.chars().map(move |case| (*name, case.to_string())))
+    cases_of(&INTERNVL)
 }
 
 fn inputs(case: &str) -> Golden {
@@ -95,7 +91,7 @@ fn plans_from_headers_are_what_decoding_gives() {
 #[test]
 fn features_logits_and_logprobs_equal_the_reference() {
     for (name, case) in cases() {
-        let model = load(name);
+        let model = model_of(name);
         let (want, inputs) = (expected(name, &case), inputs(&case));
         let prompt = prompt(&checkpoint(name), &case);
         let completion = inputs.ids("completion_ids");
@@ -106,7 +102,7 @@ fn features_logits_and_logprobs_equal_the_reference() {
 #[test]
 fn every_gradient_equals_the_reference() {
     for (name, case) in cases() {
-        let model = load(name);
+        let model = model_of(name);
         let (want, inputs) = (expected(name, &case), inputs(&case));
         let prompt = prompt(&checkpoint(name), &case);
         let completion = inputs.ids("completion_ids");
@@ -131,7 +127,7 @@ fn every_gradient_equals_the_reference() {
 fn positions_of_other_tile_sizes_are_interpolated() {
     let golden = Golden::read("internvl/interpolated.safetensors");
     for name in ["internvl_original", "internvl_hf"] {
-        let model = load(name);
+        let model = model_of(name);
         let mut medium = (*prompt(&checkpoint(name), "C").media[0]).clone();
         medium.shape = MediumShape::Pictures { count: 2, height_px: 42, width_px: 42 };
         medium.data = golden.f["pixels"].clone();
@@ -150,7 +146,7 @@ fn both_layouts_are_one_model() {
         ("internvl3_5_hf", "internvl3_5_original"),
         ("internvl3_5_moe_hf", "internvl3_5_moe_original"),
     ] {
-        let (a, b) = (load(hf), load(original));
+        let (a, b) = (model_of(hf), model_of(original));
         for case in ["C", "E"] {
             let prompt = prompt(&checkpoint(hf), case);
             let completion = inputs(case).ids("completion_ids");
@@ -185,7 +181,7 @@ fn both_layouts_are_one_model() {
 #[test]
 fn a_checkpoint_is_saved_in_its_layout_and_converted_on_request() {
     for (name, _) in INTERNVL {
-        let model = load(name);
+        let model = model_of(name);
         let here = model.family().format().layout();
         let there = if here == "hf" { "original" } else { "hf" };
         let dir = TempDir::new().unwrap();
@@ -318,7 +314,7 @@ fn a_group_equals_separate_sequences() {
         ("internvl_rms_original", &["C"]),
         ("internvl3_5_hf", &["E"]),
     ] {
-        let model = load(name);
+        let model = model_of(name);
         train_all(&model);
         let prompts: Vec<Prompt> = groups.iter().map(|case| prompt(&checkpoint(name), case)).collect();
         let completions: [&[u32]; 3] = [&[7, 100, 200, 31, 5], &[44], &[9, 8, 250]];
@@ -368,7 +364,7 @@ fn a_group_equals_separate_sequences() {
 #[test]
 fn parts_are_told_apart() {
     for (name, _) in INTERNVL {
-        let model = load(name);
+        let model = model_of(name);
         for param in model.params() {
             let part = match param.name() {
                 n if n.starts_with("language_model.") => Part::Llm,

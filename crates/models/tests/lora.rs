@@ -12,7 +12,7 @@ use omnigrpo_models::{
 };
 use omnigrpo_ops::{Device, ParamDtype, Part, QuantBits};
 use omnigrpo_testkit::{
-    Golden, Gradients, assert_close, case_prompt, check_gradients, checkpoint, golden, max_diff,
+    Golden, Gradients, assert_close, case_prompt, check_gradients, checkpoint, golden, max_diff, model_of,
     take_gradients, training, weight_bits,
 };
 use safetensors::SafeTensors;
@@ -32,12 +32,8 @@ const ADAPTERS: [(&str, &str, usize); 11] = [
     ("delta", "qwen3_5", 46),
 ];
 
-fn load(name: &str) -> Model {
-    omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap()
-}
-
 fn adapted(adapter: &str, name: &str) -> Model {
-    let mut model = load(name);
+    let mut model = model_of(name);
     model.load_adapter(&golden("lora").join(adapter)).unwrap();
     model
 }
@@ -117,7 +113,7 @@ fn values_and_gradients_equal_peft() {
         let path = dir.path().join("adapter_config.json");
         let config = std::fs::read_to_string(&path).unwrap();
         std::fs::write(&path, config.replace("\"lora_dropout\": 0.1", "\"lora_dropout\": 0.0")).unwrap();
-        let mut model = load(name);
+        let mut model = model_of(name);
         model.load_adapter(dir.path()).unwrap();
         assert_eq!(model.lora().unwrap().dropout, 0.0);
         let expected = Golden::read(&format!("lora/{adapter}.safetensors"));
@@ -189,7 +185,7 @@ fn files_are_those_of_peft() {
         );
         assert!(Path::new(ours["base_model_name_or_path"].as_str().unwrap()).is_dir(), "{adapter}");
         // And back.
-        let mut again = load(name);
+        let mut again = model_of(name);
         again.load_adapter(dir.path()).unwrap();
         assert_eq!(score(&again, "E"), score(&model, "E"));
         fill(&again);
@@ -217,7 +213,7 @@ fn ranks_and_alphas_of_single_layers_survive_saving() {
     config["lora_alpha"] = (alpha * 7.0 / plain.lora().unwrap().rank as f64).into();
     std::fs::write(given.join("adapter_config.json"), config.to_string()).unwrap();
 
-    let mut model = load("qwen2_vl_untied");
+    let mut model = model_of("qwen2_vl_untied");
     model.load_adapter(&given).unwrap();
     let rank = plain.lora().unwrap().rank;
     let mut ranks = serde_json::Map::new();
@@ -246,7 +242,7 @@ fn ranks_and_alphas_of_single_layers_survive_saving() {
         written["alpha_pattern"]["model.language_model.layers.0.self_attn.v_proj"].as_f64(),
         Some(3.0 * alpha)
     );
-    let mut again = load("qwen2_vl_untied");
+    let mut again = model_of("qwen2_vl_untied");
     again.load_adapter(&saved).unwrap();
     assert_eq!(score(&again, "E"), score(&model, "E"));
     assert_ne!(score(&again, "E"), score(&plain, "E"));
@@ -262,9 +258,9 @@ fn ranks_and_alphas_of_single_layers_survive_saving() {
 #[test]
 fn a_new_adapter_changes_no_bit_and_the_reference_has_none() {
     for name in ["qwen2_vl_untied", "qwen2_5_vl_tied"] {
-        let plain = load(name);
+        let plain = model_of(name);
         let expected = score(&plain, "E");
-        let mut model = load(name);
+        let mut model = model_of(name);
         model.add_lora(&config(&["all-linear", "visual.blocks.0.attn.qkv", "merger.mlp.0"])).unwrap();
         assert_eq!(score(&model, "E"), expected);
         fill(&model);
@@ -306,7 +302,7 @@ fn merged_equals_adapted() {
 #[test]
 fn packed_equals_separate_and_masks_belong_to_rows() {
     for (dropout, name) in [(0.0, "qwen2_vl_untied"), (0.3, "qwen2_vl_untied"), (0.3, "qwen2_5_vl_tied")] {
-        let mut model = load(name);
+        let mut model = model_of(name);
         let targets = ["all-linear", "visual.blocks.1.attn.qkv", "merger.mlp.2"];
         model.add_lora(&LoraConfig { dropout, ..config(&targets) }).unwrap();
         fill(&model);
@@ -338,7 +334,7 @@ fn experts_get_adapters_where_they_are_named() {
 
 fn experts_get_adapters(name: &str) {
     let adapted = |targets: &[&str], dropout: f64| {
-        let mut model = load(name);
+        let mut model = model_of(name);
         let config = LoraConfig { dropout, ..config(targets) };
         let options = LoadOptions { device: Device::Outline, ..LoadOptions::default() };
         let mut outline = Model::load(model.checkpoint(), &LoadOptions { outline: true, ..options }).unwrap();
@@ -381,7 +377,7 @@ fn experts_get_adapters(name: &str) {
 #[test]
 fn adapters_of_media_drop_inputs() {
     for targets in [&["visual.blocks.1.attn.qkv", "merger.mlp.2"][..], &["merger.mlp.0", "merger.mlp.2"]] {
-        let mut model = load("qwen2_5_vl_tied");
+        let mut model = model_of("qwen2_5_vl_tied");
         model.add_lora(&LoraConfig { dropout: 0.3, ..config(targets) }).unwrap();
         fill(&model);
         train_adapters(&model);
@@ -464,7 +460,7 @@ fn a_quantised_base_is_its_widened_weights() {
 #[test]
 fn targets_are_found_by_their_ends_in_the_language_model_first() {
     let chosen = |targets: &[&str]| -> Vec<String> {
-        let mut model = load("qwen2_5_vl_tied");
+        let mut model = model_of("qwen2_5_vl_tied");
         model.add_lora(&config(targets)).unwrap();
         model.adapted().map(|(p, _)| p.name().trim_end_matches(".weight").to_owned()).collect()
     };
@@ -477,7 +473,7 @@ fn targets_are_found_by_their_ends_in_the_language_model_first() {
     assert_eq!(chosen(&[r"model\.language_model\.layers\.1\..*_proj"]).len(), 7);
     assert_eq!(chosen(&["q_proj", "layers.0.self_attn.q_proj"]).len(), 2);
     let fails = |targets: &[&str], part: &str| {
-        let why = told(&load("qwen2_5_vl_tied").add_lora(&config(targets)).unwrap_err());
+        let why = told(&model_of("qwen2_5_vl_tied").add_lora(&config(targets)).unwrap_err());
         assert!(why.contains(part), "{why}");
     };
     fails(&["q_proj", "query"], "\"query\": names no linear layer");
@@ -485,7 +481,7 @@ fn targets_are_found_by_their_ends_in_the_language_model_first() {
     fails(&["lm_head"], "output head");
     fails(&["(q_proj"], "LoraConfig::targets");
     fails(&["embed_tokens"], "names no linear layer");
-    let mut model = load("qwen2_5_vl_tied");
+    let mut model = model_of("qwen2_5_vl_tied");
     let layer = model.base_params().iter().find(|p| p.name().ends_with("q_proj.weight")).unwrap();
     layer.set_trainable(true);
     assert!(model.add_lora(&config(&["q_proj"])).unwrap_err().to_string().contains("trained weight"));
@@ -494,7 +490,7 @@ fn targets_are_found_by_their_ends_in_the_language_model_first() {
 #[test]
 fn start_values_are_uniform_and_keyed_by_seed_and_layer() {
     let start = |seed: u64| {
-        let mut model = load("qwen2_5_vl_tied");
+        let mut model = model_of("qwen2_5_vl_tied");
         model.add_lora(&LoraConfig { seed, ..config(&["q_proj"]) }).unwrap();
         let of = |(_, a): (_, &std::sync::Arc<omnigrpo_ops::Adapter>)| a.a().read().f32().into_owned();
         model.adapted().map(of).collect::<Vec<_>>()
@@ -516,7 +512,7 @@ fn adapters_that_do_not_fit_are_refused() {
         let dir = tempfile::TempDir::new().unwrap();
         omnigrpo_testkit::copy_dir(&from, dir.path());
         change(dir.path());
-        let why = told(&load("qwen2_vl_untied").load_adapter(dir.path()).unwrap_err());
+        let why = told(&model_of("qwen2_vl_untied").load_adapter(dir.path()).unwrap_err());
         assert!(why.contains(part), "`{part}` is not in: {why}");
     };
     let set = |key: &'static str, value: serde_json::Value| {
@@ -580,7 +576,7 @@ fn adapters_that_do_not_fit_are_refused() {
         "only lora_A and lora_B",
     );
     // Another family.
-    let why = told(&load("qwen2_5_vl_tied").load_adapter(&from).unwrap_err());
+    let why = told(&model_of("qwen2_5_vl_tied").load_adapter(&from).unwrap_err());
     assert!(why.contains("merger") || why.contains("shape"), "{why}");
     assert!(Checkpoint::open(&checkpoint("qwen2_vl_untied")).is_ok());
 }

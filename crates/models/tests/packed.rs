@@ -5,11 +5,11 @@
 use std::ops::Range;
 
 use omnigrpo_grpo::{Batch, LossPlan, Normalizer, evaluate, recipe};
-use omnigrpo_models::{Features, GroupStream, Memories, Model, PackedStream, Prompt, Training, WeightDtype};
+use omnigrpo_models::{Features, GroupStream, Memories, Model, PackedStream, Prompt, Training};
 use omnigrpo_ops::Part;
 use omnigrpo_testkit::{
-    Golden, Gradients, QWENS, assert_close, case_prompt, check_gradients, checkpoint, larger_model,
-    lengthened, max_diff, take_gradients, train_all, training,
+    Golden, Gradients, QWENS, assert_close, case_prompt, check_gradients, larger_model, lengthened, max_diff,
+    model_of, take_gradients, train_all, training,
 };
 
 /// Every Qwen-VL, tied and untied head, and the layouts of InternVL.
@@ -27,10 +27,6 @@ const ALL: [&str; 10] = [
 ];
 /// Checkpoints with packed goldens.
 const GOLDEN: [&str; 2] = ["qwen2_vl_tied", "qwen2_5_vl_untied"];
-
-fn load(name: &str) -> Model {
-    omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap()
-}
 
 struct Group {
     prompt: Prompt,
@@ -151,7 +147,7 @@ fn golden_group(model: &Model, golden: &Golden, name: &str) -> Group {
 #[test]
 fn groups_equal_transformers_on_separate_sequences() {
     for name in GOLDEN {
-        let model = load(name);
+        let model = model_of(name);
         let golden = Golden::read(&format!("packed/{name}.safetensors"));
         for (tag, members, temperature) in [
             ("g0.t1", &["g0"][..], 1.0),
@@ -230,7 +226,7 @@ fn packed_equals_separate() {
         ("text only", &[("B", &[6])]),
     ];
     for name in ALL {
-        let model = load(name);
+        let model = model_of(name);
         train_all(&model);
         for (title, shapes) in cases {
             let groups: Vec<Group> = shapes.iter().map(|(case, n)| Group::new(&model, case, n)).collect();
@@ -245,7 +241,7 @@ fn packed_equals_separate() {
 #[test]
 fn a_split_group_equals_the_whole() {
     for name in ALL {
-        let model = load(name);
+        let model = model_of(name);
         train_all(&model);
         let groups = [Group::new(&model, "D1", &[3, 5, 1, 4]), Group::new(&model, "C", &[2, 6])];
         let whole = run(&model, &groups, &packed(&groups), 1.0, false);
@@ -257,7 +253,7 @@ fn a_split_group_equals_the_whole() {
 #[test]
 fn a_completion_does_not_see_the_others() {
     for name in ALL {
-        let model = load(name);
+        let model = model_of(name);
         let first = Group::new(&model, "C", &[3, 5, 4]);
         let bystander = Group::new(&model, "D1", &[2, 4]);
         let score = |first: &Group| {
@@ -305,7 +301,7 @@ fn a_completion_does_not_see_the_others() {
 #[test]
 fn recompute_and_threads_leave_every_bit() {
     for name in ALL {
-        let model = load(name);
+        let model = model_of(name);
         train_all(&model);
         let groups = [Group::new(&model, "A", &[4, 2]), Group::new(&model, "C", &[3, 6])];
         let within = |threads: usize, recompute: bool| {
@@ -354,7 +350,7 @@ fn gradients_reach_exactly_the_selected_parts() {
     let selections: [&[Part]; 6] =
         [&[Llm], &[Projector], &[Vision], &[Llm, Projector], &[Projector, Vision], &[Llm, Projector, Vision]];
     for name in ["qwen2_vl_untied", "qwen2_5_vl_tied", "qwen3_vl", "internvl3_5_original"] {
-        let model = load(name);
+        let model = model_of(name);
         let groups = [Group::new(&model, "C", &[3, 2]), Group::new(&model, "D1", &[2, 4])];
         train_all(&model);
         let whole = run(&model, &groups, &packed(&groups), 1.0, false).gradients;
@@ -392,7 +388,7 @@ fn gradients_reach_exactly_the_selected_parts() {
 
 #[test]
 fn a_text_only_stream_leaves_the_tower_without_gradient() {
-    let model = load("qwen2_5_vl_untied");
+    let model = model_of("qwen2_5_vl_untied");
     train_all(&model);
     let groups = [Group::new(&model, "B", &[3, 2])];
     let got = run(&model, &groups, &packed(&groups), 1.0, false).gradients;
@@ -403,7 +399,7 @@ fn a_text_only_stream_leaves_the_tower_without_gradient() {
 /// Recorded completions come from files.
 #[test]
 fn ids_outside_the_vocabulary_are_an_error() {
-    let model = load("qwen2_vl_tied");
+    let model = model_of("qwen2_vl_tied");
     let prompt = case_prompt("B", &model);
     let score = |ids: &[u32]| {
         let groups = [GroupStream { prompt: &prompt, completions: vec![ids] }];
@@ -422,7 +418,7 @@ fn ids_outside_the_vocabulary_are_an_error() {
 #[test]
 fn a_memory_stands_in_for_the_tower() {
     for name in ["qwen2_5_vl_tied", "qwen3_vl"] {
-        memory_of(&load(name));
+        memory_of(&model_of(name));
     }
 }
 

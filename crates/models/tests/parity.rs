@@ -29,15 +29,11 @@ use omnigrpo_models::{
 };
 use omnigrpo_testkit::{
     CHECKPOINTS, Golden, QWENS, TEXTS, assert_close, backward, case_prompt, causal_logits, check_gradients,
-    check_reach, checkpoint, golden, max_diff, rows, take_gradients, train_all, training,
+    check_reach, checkpoint, golden, max_diff, model_of, rows, take_gradients, train_all, training,
 };
 use serde_json::{Map, Value, json};
 
 const CASES: [&str; 6] = ["A", "B", "C", "D1", "D2", "E"];
-
-fn load(name: &str) -> Model {
-    omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap()
-}
 
 #[test]
 fn positions_logits_and_logprobs_equal_transformers() {
@@ -45,7 +41,7 @@ fn positions_logits_and_logprobs_equal_transformers() {
     let tied = CHECKPOINTS.map(|c| (c, CASES.to_vec()));
     let texts = TEXTS.map(|c| (c, vec!["B"]));
     for (name, cases) in tied.into_iter().chain(untied).chain(texts) {
-        let model = load(name);
+        let model = model_of(name);
         for case in cases {
             let expected = Golden::read(&format!("cases/{case}.{name}.safetensors"));
             let inputs = Golden::read(&format!("cases/{case}.safetensors"));
@@ -74,7 +70,7 @@ fn positions_logits_and_logprobs_equal_transformers() {
 #[test]
 fn logits_equal_transformers() {
     for name in CHECKPOINTS {
-        let model = load(name);
+        let model = model_of(name);
         let expected = Golden::read(&format!("cases/A.{name}.safetensors"));
         let prompt = case_prompt("A", &model);
         let features = model.encode_prompt(&prompt).unwrap();
@@ -87,7 +83,7 @@ fn logits_equal_transformers() {
         assert!(delta <= 1e-4, "{name}: logits differ by {delta}");
     }
     for name in TEXTS {
-        let model = load(name);
+        let model = model_of(name);
         let expected = Golden::read(&format!("cases/B.{name}.safetensors"));
         let prompt = case_prompt("B", &model);
         let x = model.embed_prompt(&prompt, &[]).unwrap();
@@ -102,7 +98,7 @@ fn logits_equal_transformers() {
 #[test]
 fn features_equal_transformers() {
     for name in CHECKPOINTS {
-        let model = load(name);
+        let model = model_of(name);
         for case in ["A", "C", "D1", "E"] {
             let expected = Golden::read(&format!("cases/{case}.{name}.safetensors"));
             let prompt = case_prompt(case, &model);
@@ -132,7 +128,7 @@ fn every_gradient_equals_transformers() {
     let qwens =
         [("qwen2_vl_tied", &CASES[..]), ("qwen2_5_vl_tied", &CASES[..]), ("qwen2_5_vl_untied", &["E"][..])];
     for (name, cases) in qwens.into_iter().chain(TEXTS.map(|name| (name, &["B"][..]))) {
-        let model = load(name);
+        let model = model_of(name);
         for case in cases {
             for recompute in [false, true] {
                 let expected = Golden::read(&format!("cases/{case}.{name}.safetensors"));
@@ -228,7 +224,7 @@ fn scaled_rotary_positions_equal_transformers() {
 #[test]
 fn what_a_pass_would_reach_is_known_without_it() {
     for name in QWENS {
-        let model = load(name);
+        let model = model_of(name);
         let prompts = ["A", "B", "C", "D1"].map(|case| case_prompt(case, &model));
         let counts = check_reach(&model, &prompts, &[7, 9, 100]);
         assert!(counts[0] == counts[2] && counts[2] == counts[3] && counts[1] < counts[0], "{counts:?}");

@@ -3,9 +3,9 @@
 
 use omnigrpo_data::{RowReader, Sample};
 use omnigrpo_models::{
-    Checkpoint, GroupStream, ModelError, PackedStream, PromptBuilder, PromptSettings, SftExample, WeightDtype,
+    Checkpoint, GroupStream, ModelError, PackedStream, PromptBuilder, PromptSettings, SftExample,
 };
-use omnigrpo_testkit::{checkpoint, copy_dir, golden, max_diff};
+use omnigrpo_testkit::{checkpoint, copy_dir, golden, max_diff, model_of};
 use omnigrpo_text::{
     ChatTemplate, Part, PromptRenderer, RenderOptions, RenderedConversation, Role, Tokenizer, Turn,
 };
@@ -77,7 +77,7 @@ fn examples_are_the_conversation_with_the_turns_of_the_model_as_targets() {
         assert_eq!((&outline.prompt.ids, &outline.target), (&example.prompt.ids, &example.target), "{name}");
 
         // The last answer has the log-probabilities that it has after a prompt with all turns.
-        let model = omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap();
+        let model = model_of(name);
         let features = [model.encode_prompt(&example.prompt).unwrap()];
         let group = [GroupStream { prompt: &example.prompt, completions: vec![&example.target] }];
         let stream = PackedStream::with_turns(&group, |_, _| &example.turns).unwrap();

@@ -47,6 +47,11 @@ pub fn load(dir: &Path, dtype: WeightDtype) -> omnigrpo_models::Result<Model> {
     Model::load(&Checkpoint::open(dir)?, &LoadOptions { dtype, ..LoadOptions::default() })
 }
 
+/// Loads a stored checkpoint with the types of its files.
+pub fn model_of(name: &str) -> Model {
+    load(&checkpoint(name), WeightDtype::Auto).unwrap()
+}
+
 pub fn checkpoint(name: &str) -> PathBuf {
     golden("checkpoints").join(name)
 }

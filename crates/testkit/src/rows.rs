@@ -39,6 +39,13 @@ pub const QWEN_AUDIO: [(&str, &str); 1] = [("qwen2_audio", "ABCD")];
 pub const QWEN3_5: [(&str, &str); 3] =
     [("qwen3_5", "ABCDEF"), ("qwen3_5_untied", "CE"), ("qwen3_5_text", "B")];
 
+/// Returns each checkpoint with each of its cases.
+pub fn cases_of(
+    all: &'static [(&'static str, &'static str)],
+) -> impl Iterator<Item = (&'static str, String)> {
+    all.iter().flat_map(|(name, cases)| cases.chars().map(move |case| (*name, case.to_string())))
+}
+
 pub fn dataset() -> Dataset {
     dataset_of("internvl")
 }

@@ -15,18 +15,15 @@ use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::rows::{ARIA, builder, check_plans, dataset_of, prompt_of, settings};
+use crate::rows::{ARIA, builder, cases_of, check_plans, dataset_of, prompt_of, settings};
 use omnigrpo_testkit::{
     Golden, assert_close, backward, card, case_prompt, check_forward, check_gradients, checkpoint, copy_dir,
-    golden, in_order, max_diff, sketch, take_gradients, train_adapters, train_all, training, weight_bits,
+    golden, in_order, max_diff, model_of, sketch, take_gradients, train_adapters, train_all, training,
+    weight_bits,
 };
 
-fn load(name: &str) -> Model {
-    omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap()
-}
-
 fn cases() -> impl Iterator<Item = (&'static str, String)> {
-    ARIA.iter().flat_map(|(name, cases)| cases.chars().map(move |case| (*name, case.to_string())))
+    cases_of(&ARIA)
 }
 
 fn prompt(name: &str, case: &str) -> Prompt {
@@ -141,7 +138,7 @@ fn plans_from_headers_are_what_decoding_gives() {
 #[test]
 fn features_logits_and_logprobs_equal_the_reference() {
     for (name, case) in cases() {
-        let model = load(name);
+        let model = model_of(name);
         let (want, inputs) = (expected(name, &case), inputs(&case));
         let prompt = prompt(name, &case);
         let completion = inputs.ids("completion_ids");
@@ -154,7 +151,7 @@ fn features_logits_and_logprobs_equal_the_reference() {
 fn every_gradient_equals_the_reference() {
     let mut idle = 0;
     for (name, case) in cases() {
-        let model = load(name);
+        let model = model_of(name);
         let (want, inputs, prompt) = (expected(name, &case), inputs(&case), prompt(name, &case));
         let completion = inputs.ids("completion_ids");
         for recompute in [false, true] {
@@ -183,7 +180,7 @@ fn a_group_equals_separate_sequences() {
     let coefficient = |c: usize, t: usize| ((c * 17 + t * 5 + 1) as f32 * 1.7).sin();
     let completions: [&[u32]; 3] = [&[7, 100, 200, 31, 5], &[44], &[9, 8, 250]];
     for (name, case) in [("aria", "E"), ("aria_own", "C")] {
-        let (model, prompt) = (load(name), prompt(name, case));
+        let (model, prompt) = (model_of(name), prompt(name, case));
         train_all(&model);
         let run = |streams: &[Vec<usize>]| {
             let mut logp = BTreeMap::new();
@@ -225,7 +222,7 @@ fn a_group_equals_separate_sequences() {
 /// it is that of separate sequences; the use of experts is compared where the sequences are equal.
 #[test]
 fn losses_of_routers_count_a_prompt_for_each_completion() {
-    let (model, prompt) = (load("aria"), prompt("aria", "E"));
+    let (model, prompt) = (model_of("aria"), prompt("aria", "E"));
     train_all(&model);
     let run = |streams: &[Vec<&[u32]>], router: RouterPlan, recompute: bool| {
         let tokens = |c: &&[u32]| prompt.ids.len() + c.len() - 1;
@@ -280,7 +277,7 @@ fn renamed(name: &str, rename: impl Fn(&str) -> String) -> TempDir {
 /// Names of `state_dict()`: the same model.
 #[test]
 fn names_in_memory_and_those_of_the_models_own_code_are_read() {
-    let model = load("aria");
+    let model = model_of("aria");
     let in_memory = renamed("aria", |name| match name.strip_prefix("language_model.model.") {
         Some(rest) => {
             let rest = rest.replace("experts.fc1.weight", "experts.gate_up_proj");
@@ -315,7 +312,7 @@ fn names_in_memory_and_those_of_the_models_own_code_are_read() {
     }
 
     // Saved, a checkpoint of the model's own code is one of transformers.
-    let own = load("aria_own");
+    let own = model_of("aria_own");
     let dir = TempDir::new().unwrap();
     let saved = dir.path().join("saved");
     own.save_pretrained(&saved).unwrap();
@@ -460,7 +457,7 @@ fn weights_in_gigabytes(dir: &Path) -> [f64; 3] {
 #[test]
 fn parts_are_told_apart() {
     for (name, _) in ARIA {
-        for param in load(name).params() {
+        for param in model_of(name).params() {
             let part = match param.name() {
                 n if n.starts_with("language_model.") => Part::Llm,
                 n if n.starts_with("multi_modal_projector.") => Part::Projector,

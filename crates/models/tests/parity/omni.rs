@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use omnigrpo_data::{Dataset, DatasetSpec, ReadOptions, Roots};
 use omnigrpo_models::{
-    Checkpoint, MediaSettings, MediumShape, MissingAudio, Model, Prompt, WeightDtype, WeightFiles,
+    Checkpoint, MediaSettings, MediumShape, MissingAudio, Prompt, WeightDtype, WeightFiles,
 };
 use omnigrpo_ops::Part;
 use omnigrpo_text::MediumKind;
@@ -13,12 +13,9 @@ use tempfile::TempDir;
 
 use crate::rows::{OMNI, QWEN_AUDIO, builder, dataset_of, prompt_of, sample_of};
 use omnigrpo_testkit::{
-    Golden, backward, check_forward, check_gradients, checkpoint, copy_dir, golden, sketch, training,
+    Golden, backward, check_forward, check_gradients, checkpoint, copy_dir, golden, model_of, sketch,
+    training,
 };
-
-fn load(name: &str) -> Model {
-    omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap()
-}
 
 /// Folder, checkpoint and case.
 fn cases() -> impl Iterator<Item = (&'static str, &'static str, String)> {
@@ -80,7 +77,7 @@ fn ids_pixels_spectrograms_and_positions_equal_transformers() {
 #[test]
 fn features_logits_and_logprobs_equal_transformers() {
     for (folder, name, case) in cases() {
-        let (model, want) = (load(name), expected(folder, name, &case));
+        let (model, want) = (model_of(name), expected(folder, name, &case));
         let completion = want.ids("completion_ids");
         check_forward(&format!("{name} {case}"), &model, prompt(folder, name, &case), &completion, &want);
     }
@@ -89,7 +86,7 @@ fn features_logits_and_logprobs_equal_transformers() {
 #[test]
 fn every_gradient_equals_transformers() {
     for (folder, name, case) in cases() {
-        let model = load(name);
+        let model = model_of(name);
         let (want, prompt) = (expected(folder, name, &case), prompt(folder, name, &case));
         let coefficients = Golden::read(&format!("{folder}/{case}.safetensors"));
         for recompute in [false, true] {
@@ -128,7 +125,7 @@ fn plans_from_headers_are_what_decoding_gives() {
 #[test]
 fn parts_are_told_apart() {
     for name in ["omni", "omni_thinker", "qwen2_audio"] {
-        for param in load(name).params() {
+        for param in model_of(name).params() {
             let part = match param.name().trim_start_matches("thinker.") {
                 n if n.starts_with("visual.merger.") || n.starts_with("audio_tower.proj.") => Part::Projector,
                 n if n.starts_with("multi_modal_projector.") => Part::Projector,
@@ -155,7 +152,7 @@ fn a_saved_copy_speaks_as_before() {
         list
     };
     for name in ["omni", "omni_thinker"] {
-        let (model, out) = (load(name), TempDir::new().unwrap());
+        let (model, out) = (model_of(name), TempDir::new().unwrap());
         let mute: BTreeSet<&str> = model.params().iter().map(|p| p.name()).collect();
         assert!(
             !mute.iter().any(|n| n.contains("talker") || n.contains("token2wav") || n.contains("bos_eos"))

@@ -1,20 +1,18 @@
 //! Qwen3.5, from rows to gradients, against `transformers` 5.23: blocks of both kinds, a last block of each kind, tied and untied
 //! heads, and the language model alone. Prompts cross borders between chunks of the delta rule.
 
-use omnigrpo_models::{Checkpoint, Model, ModelError, Prompt, WeightDtype, WeightFiles};
+use omnigrpo_models::{Checkpoint, ModelError, Prompt, WeightDtype, WeightFiles};
 use omnigrpo_ops::Part;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::rows::{QWEN3_5, prompt_of};
-use omnigrpo_testkit::{Golden, backward, check_forward, check_gradients, checkpoint, copy_dir, training};
-
-fn load(name: &str) -> Model {
-    omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap()
-}
+use crate::rows::{QWEN3_5, cases_of, prompt_of};
+use omnigrpo_testkit::{
+    Golden, backward, check_forward, check_gradients, checkpoint, copy_dir, model_of, training,
+};
 
 fn cases() -> impl Iterator<Item = (&'static str, String)> {
-    QWEN3_5.iter().flat_map(|(name, cases)| cases.chars().map(move |case| (*name, case.to_string())))
+    cases_of(&QWEN3_5)
 }
 
 fn prompt(name: &str, case: &str) -> Prompt {
@@ -39,14 +37,14 @@ fn ids_positions_features_logits_and_logprobs_equal_the_reference() {
             assert_eq!(got, want, "{name} {case} axis {axis}");
         }
         let completion = inputs(&case).ids("completion_ids");
-        check_forward(&format!("{name} {case}"), &load(name), prompt, &completion, &want);
+        check_forward(&format!("{name} {case}"), &model_of(name), prompt, &completion, &want);
     }
 }
 
 #[test]
 fn every_gradient_equals_the_reference() {
     for (name, case) in cases() {
-        let model = load(name);
+        let model = model_of(name);
         let (want, inputs, prompt) = (expected(name, &case), inputs(&case), prompt(name, &case));
         let completion = inputs.ids("completion_ids");
         for recompute in [false, true] {
@@ -67,7 +65,7 @@ fn blocks_are_of_two_kinds() {
         ("qwen3_5_untied", vec![true, true, true, false]),
         ("qwen3_5_text", vec![false, true, true, false, true]),
     ] {
-        let config = load(name).decoder().config().clone();
+        let config = model_of(name).decoder().config().clone();
         assert_eq!((0..config.layers).map(|l| config.is_delta(l)).collect::<Vec<_>>(), delta, "{name}");
         assert_eq!((config.heads.dim, config.rotary), (16, 8));
     }
@@ -102,7 +100,7 @@ fn what_a_configuration_cannot_mean_is_an_error() {
 #[test]
 fn tensors_that_the_model_does_not_use_are_kept_in_a_saved_copy() {
     let (from, dir) = (checkpoint("qwen3_5"), TempDir::new().unwrap());
-    load("qwen3_5").save_pretrained(dir.path()).unwrap();
+    model_of("qwen3_5").save_pretrained(dir.path()).unwrap();
     let all = |dir: &std::path::Path| {
         let files = WeightFiles::open(dir, |key| Some(key.to_owned())).unwrap();
         let names: Vec<String> = files.names().map(str::to_owned).collect();

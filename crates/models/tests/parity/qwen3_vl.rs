@@ -4,25 +4,21 @@
 use omnigrpo_data::{MediumOptions, MediumRef, MediumSource};
 use omnigrpo_models::{
     Checkpoint, FrameRule, GroupStream, MediaSettings, MediumShape, Memories, Model, PackedStream, Prompt,
-    RouterPlan, Training, WeightDtype, probe_medium,
+    RouterPlan, Training, probe_medium,
 };
 use omnigrpo_ops::Part;
 use omnigrpo_text::MediumKind;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::rows::{QWEN3_VL, builder, check_plans, dataset_of, prompt_of};
+use crate::rows::{QWEN3_VL, builder, cases_of, check_plans, dataset_of, prompt_of};
 use omnigrpo_testkit::{
     Golden, backward, check_forward, check_gradients, check_gradients_of, checkpoint, copy_dir, golden,
-    in_order, sketch, train_all, training,
+    in_order, model_of, sketch, train_all, training,
 };
 
-fn load(name: &str) -> Model {
-    omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap()
-}
-
 fn cases() -> impl Iterator<Item = (&'static str, String)> {
-    QWEN3_VL.iter().flat_map(|(name, cases)| cases.chars().map(move |case| (*name, case.to_string())))
+    cases_of(&QWEN3_VL)
 }
 
 fn prompt(name: &str, case: &str) -> Prompt {
@@ -90,7 +86,7 @@ fn plans_from_headers_are_what_decoding_gives() {
 #[test]
 fn features_logits_and_logprobs_equal_the_reference() {
     for (name, case) in cases() {
-        let model = load(name);
+        let model = model_of(name);
         let (want, inputs) = (expected(name, &case), inputs(&case));
         let prompt = prompt(name, &case);
         let completion = inputs.ids("completion_ids");
@@ -102,7 +98,7 @@ fn features_logits_and_logprobs_equal_the_reference() {
 #[test]
 fn every_gradient_equals_the_reference() {
     for (name, case) in cases() {
-        let model = load(name);
+        let model = model_of(name);
         let (want, inputs, prompt) = (expected(name, &case), inputs(&case), prompt(name, &case));
         let completion = inputs.ids("completion_ids");
         for recompute in [false, true] {
@@ -119,7 +115,7 @@ fn every_gradient_equals_the_reference() {
 #[test]
 fn losses_of_routers_equal_the_reference() {
     let (name, case) = ("qwen3_vl_moe", "E");
-    let (model, want, prompt) = (load(name), expected(name, case), prompt(name, case));
+    let (model, want, prompt) = (model_of(name), expected(name, case), prompt(name, case));
     let completion = inputs(case).ids("completion_ids");
     let stream =
         PackedStream::new(&[GroupStream { prompt: &prompt, completions: vec![&completion] }]).unwrap();
@@ -155,7 +151,7 @@ fn balance_gradients(model: &Model, want: &Golden) -> usize {
 #[test]
 fn parts_and_names_are_those_of_the_modules() {
     for (name, _) in QWEN3_VL {
-        let model = load(name);
+        let model = model_of(name);
         let format = model.family().format();
         for param in model.params() {
             let part = match param.name() {

@@ -3,24 +3,20 @@
 use omnigrpo_data::{Dataset, DatasetSpec, MediumOptions, MediumRef, MediumSource, ReadOptions, Roots};
 use omnigrpo_media::FrameSampling;
 use omnigrpo_media::smolvlm::SmolVlmProcessor;
-use omnigrpo_models::{Checkpoint, FrameRule, MediaSettings, MediumShape, Model, Prompt, WeightDtype};
+use omnigrpo_models::{Checkpoint, FrameRule, MediaSettings, MediumShape, Prompt};
 use omnigrpo_ops::Part;
 use omnigrpo_text::MediumKind;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::rows::{SMOLVLM, builder, check_plans, dataset_of, prompt_of};
+use crate::rows::{SMOLVLM, builder, cases_of, check_plans, dataset_of, prompt_of};
 use omnigrpo_testkit::{
-    Golden, backward, check_forward, check_gradients, checkpoint, copy_dir, golden, in_order, sketch,
-    training,
+    Golden, backward, check_forward, check_gradients, checkpoint, copy_dir, golden, in_order, model_of,
+    sketch, training,
 };
 
-fn load(name: &str) -> Model {
-    omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap()
-}
-
 fn cases() -> impl Iterator<Item = (&'static str, String)> {
-    SMOLVLM.iter().flat_map(|(name, cases)| cases.chars().map(move |case| (*name, case.to_string())))
+    cases_of(&SMOLVLM)
 }
 
 fn prompt(name: &str, case: &str) -> Prompt {
@@ -96,7 +92,7 @@ fn plans_from_headers_are_what_decoding_gives() {
 #[test]
 fn features_logits_and_logprobs_equal_transformers() {
     for (name, case) in cases() {
-        let model = load(name);
+        let model = model_of(name);
         let want = expected(name, &case);
         let prompt = prompt(name, &case);
         let completion = want.ids("completion_ids");
@@ -107,7 +103,7 @@ fn features_logits_and_logprobs_equal_transformers() {
 #[test]
 fn every_gradient_equals_transformers() {
     for (name, case) in cases() {
-        let model = load(name);
+        let model = model_of(name);
         let (want, prompt) = (expected(name, &case), prompt(name, &case));
         let coefficients = Golden::read(&format!("smolvlm/{case}.safetensors"));
         for recompute in [false, true] {
@@ -124,7 +120,7 @@ fn every_gradient_equals_transformers() {
 #[test]
 fn parts_are_told_apart() {
     for (name, _) in SMOLVLM {
-        for param in load(name).params() {
+        for param in model_of(name).params() {
             let part = match param.name() {
                 n if n.starts_with("model.vision_model.") => Part::Vision,
                 n if n.starts_with("model.connector.") => Part::Projector,

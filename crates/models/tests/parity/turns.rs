@@ -12,8 +12,8 @@ use omnigrpo_models::{
 };
 use omnigrpo_ops::{DecodeBatch, DecodeRows, Device};
 use omnigrpo_testkit::{
-    Golden, assert_close, case_prompt, check_gradients, checkpoint, max_diff, take_gradients, train_adapters,
-    train_all, training,
+    Golden, assert_close, case_prompt, check_gradients, checkpoint, max_diff, model_of, take_gradients,
+    train_adapters, train_all, training,
 };
 use omnigrpo_text::{Role, Span, Turn};
 
@@ -112,7 +112,7 @@ fn train(model: &Model, cut: &Cut, coefficients: &[f32], how: Training) -> Vec<f
 #[test]
 fn media_in_turns_equal_one_sequence() {
     for (name, folder, case, media) in CASES {
-        let mut model = omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap();
+        let mut model = model_of(name);
         let inputs = Golden::read(&format!("{folder}/{case}.safetensors"));
         let want = Golden::read(&format!("{folder}/{case}.{name}.safetensors"));
         let (whole, completion) = (case_prompt(case, &model), inputs.ids("completion_ids"));
