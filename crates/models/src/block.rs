@@ -231,6 +231,13 @@ struct Joined {
     sum: Option<Rows>,
 }
 
+impl KeptBlock {
+    /// Returns a number for the experts of each row, if the block has experts and the host knows them.
+    pub(crate) fn marks(&self) -> Option<Vec<u32>> {
+        self.experts.as_ref()?.marks()
+    }
+}
+
 impl Kept for KeptBlock {
     fn num_bytes(&self) -> usize {
         let Self { raw, qkv, lse, attended, joined, middle, wide, experts } = self;
@@ -278,11 +285,13 @@ impl BlockPass {
         }
     }
 
-    /// Fetches the weights, as those of layer `l`, from the lender of the pass, if there is one. This applies to the block as an
-    /// operation of a tape.
+    /// Makes the block number `l` of its decoder: it fetches its weights from the lender of the pass and compares the experts of
+    /// rows, if the pass asks for it. This applies to the block as an operation of a tape.
     #[must_use]
-    pub(crate) fn lent(self, pass: &Pass, l: usize) -> Self {
-        Self { lender: pass.lender.clone().map(|lender| (lender, l)), ..self }
+    pub(crate) fn numbered(self, pass: &Pass, l: usize) -> Self {
+        let lender = pass.lender.clone().map(|lender| (lender, l));
+        let experts = self.experts.map(|experts| experts.compared(pass, l));
+        Self { lender, experts, ..self }
     }
 
     fn lend(&self) -> Result<()> {

@@ -671,7 +671,7 @@ impl Decoder {
                 true => (&some, Some(&rows)),
                 false => (layout, None),
             };
-            x = tape.apply(BlockPass::new(block, pass, Some(rope), layout, rows).lent(pass, l), [&x])?;
+            x = tape.apply(BlockPass::new(block, pass, Some(rope), layout, rows).numbered(pass, l), [&x])?;
             x = input.join(l, x, tape)?;
         }
         Ok(x)

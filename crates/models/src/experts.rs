@@ -7,7 +7,9 @@
 
 use std::sync::Arc;
 
-use omnigrpo_ops::{ExpertLinear, Linear, Order, PackedLinear, Pass, Result, RouterLoss, Routes, Rows};
+use omnigrpo_ops::{
+    ExpertLinear, Linear, Order, PackedLinear, Pass, Result, RouterLoss, Routes, Rows, SameExperts,
+};
 
 use crate::config_json::ConfigJson;
 use crate::weights::{Init, Scope};
@@ -150,6 +152,11 @@ impl KeptExperts {
     pub(crate) fn num_bytes(&self) -> usize {
         self.logits.num_bytes() + self.routes.num_bytes() + self.wide.num_bytes()
     }
+
+    /// Returns a number for the experts of each row ([`Routes::marks`]).
+    pub(crate) fn marks(&self) -> Option<Vec<u32>> {
+        self.routes.marks()
+    }
 }
 
 /// Weights of the routers' losses relative to the policy loss; see [`RouterLoss`].
@@ -173,6 +180,8 @@ pub(crate) struct ExpertsPass {
     router: PackedLinear,
     order: Order,
     loss: Option<Arc<RouterLoss>>,
+    /// Comparison of the rows' experts with those of an earlier pass, and the number of the block there.
+    same: Option<(Arc<SameExperts>, usize)>,
     rows: Option<Vec<usize>>,
 }
 
@@ -184,13 +193,31 @@ impl ExpertsPass {
             Some(rows) => router.of_rows(rows),
             None => router,
         };
-        Self { router, order: pass.order, loss: pass.router.clone(), rows: rows.map(<[usize]>::to_vec) }
+        Self {
+            router,
+            order: pass.order,
+            loss: pass.router.clone(),
+            same: None,
+            rows: rows.map(<[usize]>::to_vec),
+        }
+    }
+
+    /// Compares the experts of rows as those of block `l`, if the pass asks for it.
+    pub(crate) fn compared(self, pass: &Pass, l: usize) -> Self {
+        Self { same: pass.experts.clone().map(|same| (same, l)), ..self }
+    }
+
+    fn compare(&self, routes: &Routes) {
+        if let Some((same, l)) = &self.same {
+            same.compare(*l, routes, self.rows.as_deref());
+        }
     }
 
     /// Maps `x [n, h]` to the weighted sum of its experts' outputs, `[n, h]`.
     pub(crate) fn forward(&self, experts: &Experts, x: &Rows) -> Result<(Rows, KeptExperts)> {
         let logits = self.router.forward(x)?;
         let routes = Routes::choose(&logits, experts.topk, self.order)?;
+        self.compare(&routes);
         let wide = experts.fc1.forward(&routes.scatter(x)?, &routes, self.order)?;
         let weighed = routes.weigh(&wide.swiglu()?, &logits)?;
         let y = routes.gather(&experts.fc2.forward(&weighed, &routes, self.order)?)?;
@@ -200,6 +227,8 @@ impl ExpertsPass {
     /// Returns the gradient of `x`, given that of the output, and adds the gradients of the weights to their buffers.
     pub(crate) fn backward(&self, experts: &Experts, x: &Rows, kept: KeptExperts, dy: &Rows) -> Result<Rows> {
         let KeptExperts { logits, routes, mut wide } = kept;
+        // Recalled rows had no forward pass.
+        self.compare(&routes);
         let inner = wide.swiglu()?;
         let dweighed = {
             let weighed = routes.weigh(&inner, &logits)?;

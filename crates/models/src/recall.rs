@@ -10,6 +10,7 @@
 //! each piece is given back.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 
 use omnigrpo_kernels::buffer;
 use omnigrpo_ops::{Memory, Rows};
@@ -50,12 +51,14 @@ pub struct DecoderMemory {
     expected: usize,
     /// Decoded rows, by block, then by array.
     stacks: Vec<BTreeMap<BlockArray, Stack>>,
+    /// Experts of the decoded rows by block, as [`Routes::marks`](omnigrpo_ops::Routes::marks) has them.
+    experts: Vec<Vec<u32>>,
     /// Whether the next rows belong to a prompt.
     in_prompt: bool,
 }
 
 impl DecoderMemory {
-    /// Creates a memory for `room` rows; if more arrive, everything is dropped. With `outputs_only`, only the outputs of blocks
+    /// Creates a memory for `room` rows; if more arrive, all but the experts of rows is dropped. With `outputs_only`, only the outputs of blocks
     /// are kept, for a pass that recomputes blocks.
     pub fn new(room: usize, outputs_only: bool) -> Self {
         Self {
@@ -66,6 +69,7 @@ impl DecoderMemory {
             decoded: Vec::new(),
             expected: 0,
             stacks: Vec::new(),
+            experts: Vec::new(),
             in_prompt: false,
         }
     }
@@ -89,7 +93,7 @@ impl DecoderMemory {
     fn take_room(&mut self, rows: usize) {
         self.room = self.room.and_then(|room| room.checked_sub(rows));
         if self.room.is_none() {
-            (self.prompts, self.decoded, self.stacks) = (Vec::new(), Vec::new(), Vec::new());
+            (self.prompts, self.stacks) = (Vec::new(), Vec::new());
         }
     }
 
@@ -100,8 +104,24 @@ impl DecoderMemory {
         pieces.for_each(Vec::shrink_to_fit);
     }
 
+    /// Returns the experts of the rows of each completion, by prompt and sample. They are numbers of
+    /// [`Routes::marks`](omnigrpo_ops::Routes::marks), `[rows, blocks]`. The map is empty for a model without experts.
+    pub fn take_experts(&mut self) -> BTreeMap<(usize, usize), Vec<u32>> {
+        let (mut all, blocks): (BTreeMap<_, Vec<u32>>, _) =
+            (BTreeMap::new(), std::mem::take(&mut self.experts));
+        for (row, &(prompt, sample, _)) in self.decoded.iter().enumerate() {
+            let marks = blocks.iter().filter_map(|block| block.get(row));
+            all.entry((prompt, sample)).or_default().extend(marks);
+        }
+        all
+    }
+
     /// Keeps the results of block `l` for the announced rows.
     pub(crate) fn keep(&mut self, l: usize, y: &Rows, kept: KeptBlock) -> Result<()> {
+        if let (false, Some(marks)) = (self.in_prompt, kept.marks()) {
+            self.experts.resize_with(self.experts.len().max(l + 1), Vec::new);
+            self.experts[l].extend(marks);
+        }
         if self.room.is_none() {
             return Ok(());
         }
@@ -180,7 +200,7 @@ fn places(prompts: &[Prompt], decoded: &[(usize, usize, u32)], stream: &PackedSt
     for (row, &(prompt, sample, _)) in decoded.iter().enumerate() {
         of_sample.get_mut(first.get(prompt)? + sample)?.push(row);
     }
-    if !of_sample.iter().map(Vec::len).eq(stream.own_rows.iter().copied()) {
+    if !of_sample.iter().map(Vec::len).eq(stream.own_rows.iter().map(Range::len)) {
         return None;
     }
     let (mut places, mut ids) = (Vec::with_capacity(stream.rows()), Vec::with_capacity(stream.rows()));

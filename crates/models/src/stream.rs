@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use omnigrpo_data::MediumRef;
-use omnigrpo_ops::{AttentionLayout, Layout, Targets};
+use omnigrpo_ops::{AttentionLayout, Layout, SameExperts, Targets};
 use omnigrpo_text::{Span, Turn};
 
 use crate::decoder::Position;
@@ -77,8 +77,10 @@ pub struct PackedStream {
     /// Index in `targets.tokens` of each scored token, completion by completion.
     pub(crate) order: Vec<usize>,
     lengths: Vec<usize>,
-    /// Number of rows of each completion.
-    pub(crate) own_rows: Vec<usize>,
+    /// Rows of each completion.
+    pub(crate) own_rows: Vec<Range<usize>>,
+    /// Comparison of the rows' experts with those of the rollout, if any.
+    pub(crate) experts: Option<Arc<SameExperts>>,
 }
 
 /// Returns the hash of a sequence with hash `key` that continues with `id`.
@@ -116,6 +118,7 @@ impl PackedStream {
             order: Vec::new(),
             lengths: Vec::new(),
             own_rows: Vec::new(),
+            experts: None,
         };
         let mut shapes = Vec::with_capacity(groups.len());
         for (g, group) in groups.iter().enumerate() {
@@ -216,7 +219,7 @@ impl PackedStream {
             (end, added) = (next, added + turn.turn.ids.len());
         }
         self.lengths.push(ids.len() - added);
-        self.own_rows.push(ids.len().saturating_sub(1));
+        self.own_rows.push(self.ids.len()..self.ids.len() + ids.len().saturating_sub(1));
         if ids.is_empty() {
             return Ok(());
         }
@@ -251,6 +254,26 @@ impl PackedStream {
             self.keys.push(key);
         }
         Ok(())
+    }
+
+    /// Compares the experts of training with those of the rollout. `experts` has those of each completion, as
+    /// [`DecoderMemory::take_experts`](crate::DecoderMemory::take_experts) returns them. A completion whose experts are unknown is not
+    /// compared.
+    #[must_use]
+    pub fn comparing_experts<'e>(self, experts: impl Iterator<Item = &'e [u32]>) -> Self {
+        let mut known = vec![Vec::new(); self.ids.len()];
+        for (rows, marks) in self.own_rows.iter().zip(experts) {
+            let blocks = marks.len() / rows.len().max(1);
+            let each = marks.chunks_exact(blocks.max(1)).map(<[u32]>::to_vec);
+            known[rows.clone()].iter_mut().zip(each).for_each(|(known, marks)| *known = marks);
+        }
+        let compares = known.iter().any(|marks| !marks.is_empty());
+        Self { experts: compares.then(|| Arc::new(SameExperts::new(known))), ..self }
+    }
+
+    /// Returns the number of rows whose experts differed in some block since [`Self::comparing_experts`], and that of all compared rows.
+    pub fn other_experts(&self) -> [usize; 2] {
+        self.experts.as_ref().map_or([0; 2], |experts| experts.counts())
     }
 
     /// Returns the number of rows.
@@ -415,7 +438,10 @@ mod tests {
         assert_eq!(own, [(2, 2), (3, 3), (4, 4), (5, 5), (5, 7), (8, 8)]);
         assert_eq!(stream.targets.tokens, [20, 10, 11, 12, 13]);
         assert_eq!(stream.targets.rows, [1, 2, 6, 7]);
-        assert_eq!((stream.lengths(), &stream.own_rows[..]), (&[1, 4][..], &[0, 6][..]));
+        assert_eq!(
+            (stream.lengths(), stream.own_rows.iter().map(Range::len).collect()),
+            (&[1, 4][..], vec![0, 6])
+        );
         assert_eq!(stream.by_completion(&[0.0, 1.0, 2.0, 3.0, 4.0]), [0.0, 1.0, 2.0, 3.0, 4.0]);
         let features: Vec<_> = stream.features.iter().map(|f| (f.medium, f.row, f.len)).collect();
         assert_eq!(features, [(5, 5, 2)]);

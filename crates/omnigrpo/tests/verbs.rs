@@ -426,6 +426,9 @@ fn every_command(name: &str, rows: &str, linear: &str, told: &str) -> Place {
         .ok();
     for step in place.lines("run/metrics.jsonl") {
         assert!(step["grad_norm"].as_f64().unwrap() > 0.0, "{step}");
+        // Only a mixture has experts to compare.
+        let others = name.ends_with("_moe").then_some(0.0);
+        assert_eq!(step["sampling/rows_with_other_experts"].as_f64(), others, "{step}");
     }
 
     // Adapters everywhere, merged; PEFT's names are those of the tensors.

@@ -49,7 +49,7 @@ pub use conv::{OUTSIDE, Patches};
 pub use decode::{DecodeBatch, DecodeRows, NextTokens, Replays, TokenPass};
 pub use device::Device;
 pub use error::{Error, Result};
-pub use experts::{ExpertLinear, RouterLoss, Routes};
+pub use experts::{ExpertLinear, RouterLoss, Routes, SameExperts};
 pub use gpu::Card;
 pub use head::{Scores, Targets, logits, score, score_backward};
 pub use host::Host;

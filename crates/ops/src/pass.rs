@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::device::Device;
 use crate::error::Result;
-use crate::experts::RouterLoss;
+use crate::experts::{RouterLoss, SameExperts};
 use crate::linear::Order;
 
 /// Settings of one pass through a model, which are passed down by reference.
@@ -17,6 +17,8 @@ pub struct Pass {
     pub dropout: Option<Dropout>,
     /// Losses of the experts' routers, if any.
     pub router: Option<Arc<RouterLoss>>,
+    /// Comparison of the rows' experts with those of an earlier pass, if any.
+    pub experts: Option<Arc<SameExperts>>,
     /// Source of the weights that are not in memory all the time, if any.
     pub lender: Option<Arc<dyn Lend>>,
 }

@@ -81,6 +81,11 @@ pub struct Completion {
     /// Number of answered calls that failed.
     #[serde(default)]
     pub failed_calls: usize,
+    /// Experts of each token that the model read after the prompt, `[tokens, blocks]`, as numbers to compare with
+    /// ([`PackedStream::comparing_experts`](omnigrpo_models::PackedStream::comparing_experts)). Empty for a model without experts and on a
+    /// GPU.
+    #[serde(default)]
+    pub experts: Vec<u32>,
 }
 
 impl Completion {
@@ -98,6 +103,7 @@ impl Completion {
             earlier: Vec::new(),
             calls: 0,
             failed_calls: 0,
+            experts: Vec::new(),
         }
     }
 
@@ -329,7 +335,9 @@ impl<'a> Generator<'a> {
         let next: &mut dyn FnMut() -> Option<Request<'a>> = &mut || requests.next();
         let mut ignore = |_: TokenEvent| {};
         let on_token = options.on_token.unwrap_or(&mut ignore);
+        let mut experts_only = DecoderMemory::new(0, true);
         let memory = options.memory.filter(|_| self.model.can_recall());
+        let memory = memory.or_else(|| self.model.remembers_experts().then_some(&mut experts_only));
         let Some(limits) = &self.params.turns else {
             return self.generate_asking(next, on_token, memory, None, None);
         };
@@ -407,6 +415,10 @@ impl<'a> Generator<'a> {
         }
         if let Some(memory) = memory {
             memory.finish();
+            for ((request, slot), experts) in memory.take_experts() {
+                let completion = finished[request].completions[slot].as_mut();
+                completion.into_iter().for_each(|completion| completion.experts.clone_from(&experts));
+            }
         }
         finished.into_iter().zip(&requests).map(|(partial, request)| self.finish(partial, request)).collect()
     }

@@ -321,6 +321,68 @@ fn a_rollout_can_be_differentiated() {
     }
 }
 
+/// Training counts the rows of completions that use other experts than in the rollout, with and without its results.
+#[test]
+fn training_knows_the_experts_of_the_rollout() {
+    for (name, recalls) in [("qwen3_vl_moe", true), ("aria", false)] {
+        let setup = Setup::new(name);
+        let model = &setup.model;
+        let row = match name {
+            "aria" => {
+                let prompt = rows::prompt_of("aria", &checkpoint(name), "A");
+                Row { features: model.encode_prompt(&prompt).unwrap(), prompt, row: 0 }
+            }
+            _ => setup.row("E", 0),
+        };
+        let request = Request { num_samples: 3, ..Request::new(&row.prompt, &row.features) };
+        let (params, stops) = (sampled(12), StopSet::default());
+        let generator = Generator {
+            model,
+            tokenizer: &setup.tokenizer,
+            stops: &stops,
+            params: &params,
+            max_live: 3,
+            prompts: None,
+            interaction: None,
+        };
+        let mut memory = DecoderMemory::new(4096, false);
+        let options = GenerateOptions { memory: Some(&mut memory), on_token: None };
+        let group = completions(generator.generate([request], options).unwrap()).remove(0);
+        let blocks = model.decoder().config().layers;
+        let rows: usize = group.iter().map(|c| c.ids.len() - 1).sum();
+        assert!(group.iter().all(|c| c.experts.len() == blocks * (c.ids.len() - 1)), "{name}");
+        let alone = completions(generator.generate([request], GenerateOptions::default()).unwrap()).remove(0);
+        assert!(group.iter().zip(&alone).all(|(a, b)| a.experts == b.experts), "{name}: without a memory");
+
+        let ids = group.iter().map(|c| c.ids.as_slice()).collect();
+        let stream = PackedStream::new(&[GroupStream { prompt: &row.prompt, completions: ids }]).unwrap();
+        omnigrpo_testkit::train_all(model);
+        let others = |experts: &[Vec<u32>], memory: Option<Memory>| {
+            let stream = stream.clone().comparing_experts(experts.iter().map(Vec::as_slice));
+            let pass =
+                model.train_pass(&stream, &[row.features.clone()], Training::default(), memory).unwrap();
+            let d = vec![1.0; pass.logprobs.len()];
+            pass.backward(&d, None).unwrap();
+            omnigrpo_testkit::take_gradients(model);
+            stream.other_experts()
+        };
+        let mut experts: Vec<Vec<u32>> = group.iter().map(|c| c.experts.clone()).collect();
+        assert_eq!(others(&experts, None), [0, rows], "{name}");
+        let memory = memory.of_stream(&stream).unwrap();
+        assert_eq!(memory.is_some(), recalls, "{name}");
+        // One block of two rows differs, and so do all blocks of a third one. A completion without experts is not compared.
+        experts[1][blocks + 1] ^= 1;
+        experts[1][4 * blocks] ^= 1;
+        experts[2][..blocks].iter_mut().for_each(|mark| *mark ^= 1);
+        let compared = rows - (group[0].ids.len() - 1);
+        experts[0].clear();
+        assert_eq!(others(&experts, None), [3, compared], "{name}");
+        if memory.is_some() {
+            assert_eq!(others(&experts, memory), [3, compared], "{name}: with the results of the rollout");
+        }
+    }
+}
+
 /// Returns the folder of a checkpoint's results in `models/tests/golden`.
 fn folder(name: &str) -> &'static str {
     match name {

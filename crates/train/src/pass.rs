@@ -74,6 +74,8 @@ pub(crate) struct Passed {
     /// Difference between the log-probabilities of the rollout and of the pass.
     pub(crate) gap: Gap,
     pub(crate) num_tokens: u64,
+    /// Number of completion rows that use other experts than in the rollout, and of all compared rows.
+    pub(crate) experts: [usize; 2],
     /// Losses of the routers.
     pub(crate) router: [f64; 2],
     /// Log-probabilities of each completion, in the order of the rollout.
@@ -88,6 +90,7 @@ impl Passed {
         self.sums.merge(&leaf.sums);
         self.gap.merge(&leaf.gap);
         self.num_tokens += leaf.num_tokens;
+        self.experts.iter_mut().zip(leaf.experts).for_each(|(sum, own)| *sum += own);
         self.router.iter_mut().zip(leaf.router).for_each(|(sum, own)| *sum += own);
         self.logprobs.extend(leaf.logprobs);
         self.tokens.extend(leaf.tokens);
@@ -262,12 +265,11 @@ impl<'a> Pass<'a> {
         self.record(&stream, parts, rollouts, &scores);
         self.passed.sums.merge(&loss.sums);
         match pass {
-            Some(pass) => timed(timer, "backward", || self.backward(pass, parts, &loss, exchange)),
-            None => {
-                self.idle.extend(parts.iter().map(|part| part.group - self.leaf.start));
-                Ok(())
-            }
+            Some(pass) => timed(timer, "backward", || self.backward(pass, parts, &loss, exchange))?,
+            None => self.idle.extend(parts.iter().map(|part| part.group - self.leaf.start)),
         }
+        self.passed.experts.iter_mut().zip(stream.other_experts()).for_each(|(sum, own)| *sum += own);
+        Ok(())
     }
 
     /// Decides which passes a stream needs.

@@ -190,6 +190,9 @@ impl Rollouts {
         };
         let groups: Vec<GroupStream> = stream.iter().map(group).collect();
         let turns = |group: usize, c: usize| completions(&stream[group])[c].completion.turns.as_slice();
-        Ok(PackedStream::with_turns(&groups, turns)?)
+        let packed = PackedStream::with_turns(&groups, turns)?;
+        // After an update, rows may use other experts.
+        let sampled = stream.iter().flat_map(completions).filter(|_| !self.updated);
+        Ok(packed.comparing_experts(sampled.map(|c| c.completion.experts.as_slice())))
     }
 }

@@ -247,6 +247,9 @@ pub struct StepOutcome {
     pub sampler_gap: Option<(f64, f64)>,
     /// Number of prompt and completion tokens that went through the model.
     pub num_tokens: u64,
+    /// Number of completion rows whose experts differ from those of the rollout in some block, and of all compared rows. Available on
+    /// the CPU, only for sampled, on-policy steps of a model with experts.
+    pub experts: Option<[usize; 2]>,
     /// Balance loss and z-loss of the expert routers, summed over blocks, if they are enabled.
     pub router: Option<[f64; 2]>,
     /// Numbers of each completion's tokens in the order of the rollout, if the algorithm records them.
@@ -264,6 +267,9 @@ impl StepOutcome {
         if let Some([balance, z]) = self.router {
             put("router_aux_loss", balance);
             put("router_z_loss", z);
+        }
+        if let Some([others, _]) = self.experts {
+            put("sampling/rows_with_other_experts", others as f64);
         }
         if let Some((max, mean)) = self.rollout_gap {
             put("sampling/sampling_logp_difference/max", max);
@@ -465,6 +471,7 @@ pub fn update<'m>(
         rollout_gap: passed.gap.finish(),
         sampler_gap: sampler_gap.finish(),
         num_tokens: passed.num_tokens,
+        experts: Some(passed.experts).filter(|[_, compared]| *compared > 0),
         router: (!algorithm.router.is_off()).then_some(passed.router),
         tokens: passed.tokens,
     })

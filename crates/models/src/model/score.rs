@@ -163,6 +163,11 @@ impl Model {
             && !self.params.iter().any(|param| matches!(param.dtype(), ParamDtype::Quantised(_)))
     }
 
+    /// Returns whether a rollout knows which experts each row uses: the model has experts, and no GPU chooses them.
+    pub fn remembers_experts(&self) -> bool {
+        self.decoder().config().experts.is_some() && self.device.remembers_decoding()
+    }
+
     /// Scores as [`Self::score`] does and keeps what a backward pass needs. `features` are those of the present weights, in the
     /// form that [`Self::features_in_training`] returns. Decoder blocks whose results an earlier pass has `recalled` do not run
     /// again ([`DecoderMemory::of_stream`](crate::DecoderMemory::of_stream)).
@@ -186,6 +191,7 @@ impl Model {
         });
         let mut pass = self.training_pass(training, Some(&stream.keys), 0);
         pass.router.clone_from(&router);
+        pass.experts.clone_from(&stream.experts);
         let rows = &stream.targets.rows;
         let hidden = decoder.forward(input.clone(), &rope, &stream.layout, rows, &pass, &mut tape)?;
         self.lend(decoder.ends()[1])?;

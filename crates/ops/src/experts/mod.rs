@@ -16,6 +16,7 @@
 mod cpu;
 mod gpu;
 mod outline;
+mod same;
 #[cfg(feature = "twin")]
 mod twin;
 
@@ -33,6 +34,8 @@ use crate::mix::Mix;
 use crate::param::Param;
 use crate::rows::{Index, Rows};
 use crate::weigh::Weighing;
+
+pub use same::SameExperts;
 
 /// Layers of experts. Arrays have one row per place.
 pub(crate) trait ExpertOps {
