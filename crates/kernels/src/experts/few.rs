@@ -24,8 +24,11 @@ const MOST: usize = 16;
 const ROWS: usize = 8;
 /// Inner elements that are added to a sum between two visits of the first-level cache.
 const DEEP: usize = 8;
-/// Largest and smallest number of columns of a strip, multiples of the widest unit.
-const STRIP: [usize; 2] = [512, 128];
+/// Smallest number of columns of a strip, and the largest for many rows; multiples of the widest unit.
+const STRIP: [usize; 2] = [128, 512];
+/// Sums of a strip that fit in the first-level cache beside the weights. With few rows, a strip has all columns, so that memory is read in
+/// its order.
+const SUMS: usize = 4096;
 
 /// Computes the products of [`super::forward`] if all experts have few rows and the CPU multiplies their weights in vectors. Returns
 /// false, without writing anything, otherwise.
@@ -44,7 +47,8 @@ pub(super) fn forward(x: Mat, w: Weight, groups: Groups, y: &mut MatMut) -> bool
     }
     let (k, n) = (x.cols, y.cols);
     let even = (used.len() * n).div_ceil(4 * rayon::current_num_threads());
-    let width = even.next_multiple_of(32).clamp(STRIP[1], STRIP[0]);
+    let most = used.iter().map(|(_, places)| places.len()).max().unwrap_or(1);
+    let width = even.next_multiple_of(32).clamp(STRIP[0], (SUMS / most).max(STRIP[1]));
     let strips = n.div_ceil(width);
     let y = &*y;
     tasks(used.len() * strips, k * n * x.rows / 8, |task| {
