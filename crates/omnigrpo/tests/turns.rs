@@ -50,6 +50,10 @@ fn a_program_answers_in_training_generation_and_evaluation() {
     let place = place();
     place.write("flat.py", FLAT);
     place.write("text.jsonl", r#"{"question": "What is 2+3?", "answer": "5"}"#);
+    place.write(
+        "heard.jsonl",
+        r#"{"image": "shapes.png", "audio": "rise.wav", "problem": "<image><audio>Which shape?", "solution": "a square"}"#,
+    );
     for (run, more) in [
         ("plain", ""),
         ("lora", "--use_peft --lora_r 2"),
@@ -57,9 +61,14 @@ fn a_program_answers_in_training_generation_and_evaluation() {
         ("resampled", "--max_resample_times 16 --num_iterations 2"),
         ("emulated", "--device emulated"),
         ("text", ""),
+        ("heard", ""),
     ] {
-        let text = golden("checkpoints/qwen3").display().to_string();
-        let (model, rows) = if run == "text" { (&*text, "text.jsonl") } else { ("M", "rows.jsonl") };
+        let published = |name: &str| golden("checkpoints").join(name).display().to_string();
+        let (model, rows) = match run {
+            "text" => (published("qwen3"), "text.jsonl"),
+            "heard" => (published("omni"), "heard.jsonl"),
+            _ => ("M".to_owned(), "rows.jsonl"),
+        };
         let line = format!(
             "train --model {model} {SAMPLED} --num_generations 6 --gradient_accumulation_steps 1 --train_file {rows} --save_steps 1 \
              --max_steps 2 --output_dir {run} {more}"

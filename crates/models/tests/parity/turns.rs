@@ -18,11 +18,15 @@ use omnigrpo_testkit::{
 use omnigrpo_text::{Role, Span, Turn};
 
 /// Checkpoints with a case that shows several media, and the folder of its golden numbers.
-const CASES: [(&str, &str, &str, usize); 4] = [
+const CASES: [(&str, &str, &str, usize); 8] = [
     ("qwen2_vl_tied", "cases", "A", 3),
     ("qwen2_5_vl_tied", "cases", "A", 3),
     ("qwen3_vl", "qwen3_vl", "A", 2),
     ("internvl3_5_hf", "internvl", "A", 2),
+    ("qwen3_vl_moe", "qwen3_vl", "E", 3),
+    ("smolvlm", "smolvlm", "A", 2),
+    ("omni", "qwen_omni", "E", 3),
+    ("qwen2_audio", "qwen_audio", "C", 2),
 ];
 
 /// A golden sequence as a prompt and a completion with turns.
@@ -115,7 +119,8 @@ fn media_in_turns_equal_one_sequence() {
         let mut model = model_of(name);
         let inputs = Golden::read(&format!("{folder}/{case}.safetensors"));
         let want = Golden::read(&format!("{folder}/{case}.{name}.safetensors"));
-        let (whole, completion) = (case_prompt(case, &model), inputs.ids("completion_ids"));
+        let completion = if want.i.contains_key("completion_ids") { &want } else { &inputs };
+        let (whole, completion) = (case_prompt(case, &model), completion.ids("completion_ids"));
         let cut = cut(&model, &whole, &completion);
         assert_eq!((cut.turns.len(), cut.prompt.spans.len()), (media, 0), "{name}");
         for recompute in [false, true] {
