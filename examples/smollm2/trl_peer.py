@@ -5,6 +5,7 @@ usage: trl_peer.py FOLDER DTYPE OUT.json SEED STEPS SECONDS
 
 import json
 import resource
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -30,7 +31,8 @@ class Limit(TrainerCallback):
         self.start = time.time()
 
     def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = time.time() - self.start > seconds
+        if time.time() - self.start > seconds:
+            control.should_training_stop = True
 
 
 trainer = GRPOTrainer(
@@ -48,8 +50,8 @@ trainer = GRPOTrainer(
 )
 start = time.time()
 trainer.train()
-rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
+log = [row for row in trainer.state.log_history if "reward" in row]
 out.write_text(json.dumps(dict(
-    steps=len(rewards), secs=time.time() - start, secs_a_step=(time.time() - start) / max(len(rewards), 1),
-    gigabytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, rewards=rewards,
+    steps=len(log), secs=time.time() - start, median_step_secs=statistics.median(row["step_time"] for row in log),
+    gigabytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, rewards=[row["reward"] for row in log],
 )))
