@@ -21,6 +21,8 @@ use crate::Error;
 const STD_EPSILON: f64 = 1e-4;
 /// Constant added to a standard deviation by [`AdvantageKind::PassAtK`], following verl.
 const PASS_EPSILON: f64 = 1e-6;
+/// Constant added to a mean by [`AdvantageKind::MaxRl`], following the paper's program.
+const MEAN_EPSILON: f64 = 1e-6;
 /// Constant added to a variance by [`AdvantageKind::Whitened`], following verl.
 const WHITEN_EPSILON: f64 = 1e-8;
 /// Lower bound of the population deviation in [`AdvantageKind::GroupStdClamped`].
@@ -57,6 +59,11 @@ pub enum AdvantageKind {
     /// `(R - second) / (std_group + 1e-6)` for the first best row of a group, with the second largest reward; 0 for all others
     /// (arXiv 2503.19595, verl `grpo_passk`).
     PassAtK,
+    /// `(R - mean_group) / (mean_group + 1e-6)`: an estimate of the gradient of the log-probability that a completion is right, so hard
+    /// prompts count more (MaxRL, arXiv 2602.02710; its program's `maxrl`). It is defined for rewards of at least 0, best 0 and 1. As in
+    /// prime-rl, and unlike the paper's program, a group whose mean is not above 0 has advantages of 0: a negative divisor would
+    /// reverse them.
+    MaxRl,
 }
 
 /// Advantages of a batch of groups, with the statistics they are computed from.
@@ -121,6 +128,10 @@ pub fn advantages(
                 );
                 continue;
             }
+            AdvantageKind::MaxRl => match base.mean {
+                Some(mean) if mean > 0.0 => mean + MEAN_EPSILON,
+                _ => f64::INFINITY,
+            },
             AdvantageKind::GroupStd => group.std + STD_EPSILON,
             AdvantageKind::Batch => batch.std + STD_EPSILON,
             AdvantageKind::GroupCenter => 1.0,
@@ -310,7 +321,7 @@ fn check_matrix(values: &[Vec<Option<f64>>], weights: &[f64]) -> Result<usize, E
 #[cfg(test)]
 mod tests {
     use super::*;
-    use AdvantageKind::{Batch, GroupCenter, GroupStd, GroupStdClamped};
+    use AdvantageKind::{Batch, GroupCenter, GroupStd, GroupStdClamped, LeaveOneOut, MaxRl};
 
     fn some(rewards: &[f64]) -> Vec<Option<f64>> {
         rewards.iter().map(|r| Some(*r)).collect()
@@ -394,9 +405,21 @@ mod tests {
     }
 
     #[test]
+    fn maxrl_divides_by_the_mean_of_a_group() {
+        // One of four is right: 1 / p - 1 for it, -1 for the others. A mean that is not positive has no advantages.
+        let rewards = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, -1.0, 0.5, 0.0, 0.0];
+        let mut expected = vec![0.0; 12];
+        expected[0] = 0.75 / (0.25 + 1e-6);
+        expected[1..4].fill(-0.25 / (0.25 + 1e-6));
+        expected[4..7].fill(0.25 / (0.75 + 1e-6));
+        expected[7] = -0.75 / (0.75 + 1e-6);
+        assert_close(&values(&rewards, 4, AdvantageKind::MaxRl), &expected, 1e-15);
+    }
+
+    #[test]
     fn rows_without_a_reward_are_left_out() {
         let rewards = [Some(1.0), None, Some(3.0), None, None, None, None, Some(5.0)];
-        for kind in [GroupStd, Batch, GroupCenter, GroupStdClamped] {
+        for kind in [GroupStd, Batch, GroupCenter, GroupStdClamped, LeaveOneOut, MaxRl] {
             let got = advantages(&rewards, 4, kind, 1.0, &vec![3; rewards.len()]).unwrap();
             assert_eq!(got.values[1], 0.0);
             assert_eq!(

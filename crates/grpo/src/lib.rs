@@ -28,8 +28,8 @@ pub use advantage::{AdvantageKind, Advantages};
 pub use custom::{CustomTerm, Dual, PolicyToken};
 pub use error::Error;
 pub use loss::{
-    Aggregation, Batch, Correction, CorrectionKind, Kl, LossOutput, LossPlan, Normalizer, RatioLevel,
-    Surrogate, evaluate, top_entropy_tokens,
+    Aggregation, Batch, Correction, CorrectionKind, Covariance, Divergence, Kl, LossOutput, LossPlan,
+    Normalizer, RatioLevel, Surrogate, chosen_tokens, evaluate, top_entropy_tokens,
 };
 pub use metrics::{Metric, MetricSums};
 pub use papers::Paper;

@@ -8,10 +8,11 @@
 //! c_it  = exp(d_it)            RatioLevel::Token
 //! c_i   = exp(mean_t d_it)     RatioLevel::Sequence
 //! c_i   = exp(sum_t d_it)      RatioLevel::Product
-//! l_it  = surrogate(c, A_i + tau (ref_it - old_it), lp_it) * g_it * v_it * m_i
+//! l_it  = (surrogate(c, A_i + tau (ref_it - old_it), lp_it) + p_it) * g_it * v_it * m_i
 //! g_it  = 1 for the fraction `top_entropy` of tokens with the highest entropy, else 0; see top_entropy_tokens
 //! v_it  = weight of the difference between sampler and policy, see Correction
 //! tau   = weight of a teacher, whose log-probabilities are `ref`; see LossPlan::distillation
+//! p_it  = covariance penalty of a chosen token, or what takes the token out of the term; see Covariance
 //! m_i   = 0 for a completion that the policy has left behind, else 1; see LossPlan::off_policy_threshold
 //! k_it  = kl(lp_it, ref_it, c)
 //! loss  = sum_it w_i (l_it + beta k_it)  -  entropy_coef * mean_it H_it
@@ -29,6 +30,9 @@
 //! - The entropy bonus is a mean over the tokens of the complete optimizer step, not a mean of micro-batch means.
 //! - The entropy gate selects its tokens once per rollout, from the entropies of the sampling weights. TRL selects them in each
 //!   pass, from the entropies of that pass.
+//! - The tokens of [`Covariance`] are chosen once per rollout too, among all tokens of the optimizer step and from the log-probabilities
+//!   of the sampling weights. verl chooses them in each pass, among the tokens of a micro-batch, from the log-probabilities of that
+//!   pass. Both are equal in the first update of a step without micro-batches.
 //! - `dapo` and `cispo` divide by the tokens of the optimizer step. TRL divides by the tokens of the generation batch over its
 //!   number of steps. Both are equal with one optimizer step per rollout.
 
@@ -92,9 +96,76 @@ pub enum Surrogate {
         /// `k` and `lambda` for negative advantages.
         neg: [f64; 2],
     },
+    /// `-stopgrad(min(c, cap)) A lp`, and 0 for a token whose probability `p = exp(lp)` has moved further from `q = exp(old)` than the
+    /// bound, on the side that `A` pulls to (DPPO, arXiv 2602.04879, equations 13 and 14; verl `dppo_tv` and `dppo_kl`).
+    Dppo {
+        /// Measure of the distance.
+        divergence: Divergence,
+        /// Bound for other advantages, at least 0.
+        low: f64,
+        /// Bound for positive advantages, at least 0.
+        high: f64,
+        /// Upper bound of the ratio itself.
+        cap: f64,
+    },
     /// Custom function, evaluated for tokens with a nonzero advantage. It cannot be serialized.
     #[serde(skip)]
     Custom(CustomTerm),
+}
+
+/// Distance between the probabilities `p` and `q` of one token, with every other token of the vocabulary as one ([`Surrogate::Dppo`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Divergence {
+    /// `|p - q|`.
+    TotalVariation,
+    /// `q ln(q / p) + (1 - q) ln((1 - q + 1e-8) / (1 - p + 1e-8))`.
+    Kl,
+}
+
+impl Divergence {
+    /// Returns true if a token has moved too far on the side that the advantage pulls to.
+    fn is_beyond(self, [low, high]: [f64; 2], token: &Token) -> bool {
+        const NEAR_0: f64 = 1e-8;
+        // Rounding may leave a log-probability above 0.
+        let (p, q) = (token.logp.min(0.0).exp(), token.old.min(0.0).exp());
+        let (moved, bound) = if token.advantage > 0.0 { (p - q, high) } else { (q - p, low) };
+        match self {
+            Self::TotalVariation => moved > bound,
+            Self::Kl => {
+                let others = (1.0 - q) * ((1.0 - q + NEAR_0) / (1.0 - p + NEAR_0)).ln();
+                moved > 0.0 && q * (token.old - token.logp) + others > bound
+            }
+        }
+    }
+}
+
+/// Treatment of the tokens by which the policy loses entropy fastest: those with a large covariance `(A - mean A) (lp - mean lp)`,
+/// where `A` is the advantage of a token's completion and both means are over the tokens of the step ("The Entropy Mechanism of
+/// Reinforcement Learning", arXiv 2505.22617; verl `clip_cov` and `kl_cov`). [`chosen_tokens`] chooses `n = max(1, floor(share *
+/// tokens))` of them, and [`Batch::chosen`] marks them.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Covariance {
+    /// No token is treated differently.
+    #[default]
+    Off,
+    /// Clip-Cov: `n` random tokens of those whose covariance is between the bounds have no policy term.
+    Clip {
+        /// Share of the tokens, in (0, 1].
+        share: f64,
+        /// Lower bound of the covariance, exclusive.
+        low: f64,
+        /// Upper bound of the covariance, exclusive, above `low`.
+        high: f64,
+    },
+    /// KL-Cov: the policy term of the `n` tokens with the largest covariance has `coef |lp - old|` added.
+    Kl {
+        /// Share of the tokens, in (0, 1].
+        share: f64,
+        /// Weight of the penalty, at least 0.
+        coef: f64,
+    },
 }
 
 /// Unit over which the probability ratio is taken.
@@ -229,6 +300,8 @@ pub struct LossPlan {
     pub top_entropy: f64,
     /// Correction of the difference between sampler and policy.
     pub correction: Correction,
+    /// Treatment of tokens with a large covariance of advantage and log-probability.
+    pub covariance: Covariance,
     /// Largest mean of `smp - lp` over the tokens of a completion, in nats, up to which a completion with a negative advantage counts
     /// in the policy term; `None` to count all. `smp` is the log-probability of the sampler if the batch has it, else `old` (off-policy
     /// sequence mask, DeepSeek-V3.2; TRL `off_policy_mask_threshold`).
@@ -295,6 +368,12 @@ impl LossPlan {
                     require(value.is_finite() && value >= 0.0, setting, value, "a finite number >= 0")?;
                 }
             }
+            Surrogate::Dppo { low, high, cap, .. } => {
+                for (setting, bound) in [("surrogate.low", low), ("surrogate.high", high)] {
+                    require(bound.is_finite() && bound >= 0.0, setting, bound, "a finite divergence >= 0")?;
+                }
+                require(positive(cap), "surrogate.cap", cap, "a finite ratio > 0")?;
+            }
             Surrogate::Ratio | Surrogate::LogProb | Surrogate::Custom(_) => {}
         }
         let whole = matches!(self.surrogate, Surrogate::GeometricMean { .. } | Surrogate::Vespo { .. });
@@ -306,6 +385,29 @@ impl LossPlan {
             weight,
             "0, as this loss has one advantage per completion",
         )?;
+        let share = match self.covariance {
+            Covariance::Off => None,
+            Covariance::Clip { share, low, high } => {
+                require(low.is_finite(), "covariance.low", low, "a finite number")?;
+                let above = high.is_finite() && high > low;
+                require(above, "covariance.high", high, "a finite number above the lower bound")?;
+                Some(share)
+            }
+            Covariance::Kl { share, coef } => {
+                require(coef.is_finite() && coef >= 0.0, "covariance.coef", coef, "a finite number >= 0")?;
+                Some(share)
+            }
+        };
+        if let Some(share) = share {
+            require(share > 0.0 && share <= 1.0, "covariance.share", share, "a number in (0, 1]")?;
+            let by_token = weight == 0.0 && !whole;
+            require(
+                by_token,
+                "covariance.share",
+                share,
+                "no covariance, as advantages or terms of this loss differ",
+            )?;
+        }
         if let Some(threshold) = self.off_policy_threshold {
             let valid = threshold.is_finite() && threshold >= 0.0;
             require(valid, "off_policy_threshold", threshold, "a finite number of nats >= 0")?;
@@ -344,6 +446,8 @@ pub struct Batch<'a> {
     pub entropy: Option<&'a [f64]>,
     /// Mask of the tokens that count in the policy term and the entropy bonus; `None` keeps all. See [`top_entropy_tokens`].
     pub kept: Option<&'a [bool]>,
+    /// Mask of the tokens that [`Covariance`] chooses; required if it is on. See [`chosen_tokens`].
+    pub chosen: Option<&'a [bool]>,
     /// Advantage of each completion.
     pub advantages: &'a [f64],
     /// One flag per completion; true if it reached the length limit.
@@ -374,6 +478,42 @@ pub fn top_entropy_tokens(entropies: &[f64], top: f64) -> Result<Option<Vec<bool
     // The quantile is at most the entropy at the next rank, and above the one before it unless the two are equal.
     let lowest = rising.get(position.ceil().max(0.0) as usize);
     Ok(Some(entropies.iter().map(|entropy| lowest.is_some_and(|lowest| entropy >= lowest)).collect()))
+}
+
+/// Chooses the tokens of a step that [`Covariance`] treats differently. Returns one flag per token, true if it is chosen, or `None` if
+/// the covariance is off.
+///
+/// `advantages` (that of each token's completion) and `logp` have one entry per token that counts. `draw` returns the random number of
+/// a token: of the candidates of [`Covariance::Clip`], those with the smallest numbers are chosen. It is called for candidates only. Of
+/// equal numbers or equal covariances, the first tokens are chosen.
+///
+/// # Errors
+/// Returns an error if the slices differ in length.
+pub fn chosen_tokens(
+    covariance: Covariance,
+    advantages: &[f64],
+    logp: &[f64],
+    mut draw: impl FnMut(usize) -> f64,
+) -> Result<Option<Vec<bool>>, Error> {
+    expect_length("advantages", advantages.len(), logp.len(), "one per token")?;
+    let count = logp.len();
+    let mean = |values: &[f64]| values.iter().sum::<f64>() / count.max(1) as f64;
+    let (mean_advantage, mean_logp) = (mean(advantages), mean(logp));
+    let covariances =
+        advantages.iter().zip(logp).map(|(a, lp)| (a - mean_advantage) * (lp - mean_logp)).enumerate();
+    let (share, mut ranked): (f64, Vec<(usize, f64)>) = match covariance {
+        Covariance::Off => return Ok(None),
+        Covariance::Clip { share, low, high } => {
+            let between = covariances.filter(|(_, own)| *own > low && *own < high);
+            (share, between.map(|(t, _)| (t, draw(t))).collect())
+        }
+        Covariance::Kl { share, .. } => (share, covariances.map(|(t, own)| (t, -own)).collect()),
+    };
+    ranked.sort_by(|a, b| a.1.total_cmp(&b.1));
+    let most = ((share * count as f64) as usize).max(1);
+    let mut chosen = vec![false; count];
+    ranked.iter().take(most).for_each(|(t, _)| chosen[*t] = true);
+    Ok(Some(chosen))
 }
 
 /// Denominators of one optimizer step, the same for all of its parts.
@@ -501,7 +641,7 @@ pub struct LossOutput {
 /// Computes a batch's share of the loss of an optimizer step, with its gradient.
 ///
 /// The shares of all parts of a step add up to the loss of the step, and so do their gradients. Completions with advantage 0 get
-/// a policy gradient of exactly 0 but keep their KL gradient.
+/// a policy gradient of exactly 0 but keep their KL gradient and the penalty of [`Covariance::Kl`].
 ///
 /// # Errors
 /// Returns an error if the plan is out of range, a slice has the wrong length, or the reference or the entropies are missing.
@@ -533,7 +673,7 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
             out.sums.add_completion(0.0, advantage);
             if plan.ratio != RatioLevel::Token {
                 let mut clipped = Clipped::default();
-                clipped.count(plan.surrogate, 1.0, advantage);
+                clipped.count(plan.surrogate, &Token { ratio: 1.0, advantage, logp: 0.0, old: 0.0 });
                 out.sums.add_clipped(&clipped, plan.ratio, 1);
             }
             continue;
@@ -551,6 +691,10 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
         let is_left_behind = completion.is_left_behind();
         if plan.off_policy_threshold.is_some() {
             out.sums.add_left_behind(is_left_behind);
+        }
+        if plan.covariance != Covariance::Off {
+            let chosen = (0..length).filter(|t| completion.covariance(*t) != Covariance::Off).count();
+            out.sums.add_chosen(chosen, length);
         }
         let policy = match plan.surrogate {
             _ if is_left_behind => 0.0,
@@ -637,6 +781,14 @@ impl Completion<'_> {
         self.batch.kept.is_none_or(|kept| kept[self.span.start + t])
     }
 
+    /// Returns the covariance's treatment of token `t`, if it is chosen.
+    fn covariance(&self, t: usize) -> Covariance {
+        match self.batch.chosen {
+            Some(chosen) if chosen[self.span.start + t] => self.plan.covariance,
+            _ => Covariance::Off,
+        }
+    }
+
     /// Returns the weight of each token that corrects for a sampler whose log-probabilities differ from the policy's.
     fn corrections(&self, sums: &mut MetricSums) -> Option<Vec<f64>> {
         let correction = &self.plan.correction;
@@ -661,13 +813,24 @@ impl Completion<'_> {
             let ratio = self.ratios.at(t);
             let taught = teacher.map_or(0.0, |teacher| self.plan.distillation * (teacher[t] - old[t]));
             let advantage = self.advantage + taught;
-            clipped.count(self.plan.surrogate, ratio.value, advantage);
-            if advantage == 0.0 || !self.kept(t) {
+            let token = Token { ratio: ratio.value, advantage, logp: self.logp[t], old: old[t] };
+            clipped.count(self.plan.surrogate, &token);
+            let covariance = self.covariance(t);
+            if !self.kept(t) || matches!(covariance, Covariance::Clip { .. }) {
                 continue;
             }
-            let term = policy_term(self.plan.surrogate, ratio.value, advantage, self.logp[t]);
             let v = corrections.map_or(1.0, |weights| weights[t]);
             let weight = self.weight * v;
+            if let Covariance::Kl { coef, .. } = covariance {
+                let d = self.logp[t] - old[t];
+                policy += v * coef * d.abs();
+                // The derivative is 0 at 0, as in PyTorch.
+                derivatives.of_logp[t] += if d == 0.0 { 0.0 } else { weight * coef * d.signum() };
+            }
+            if advantage == 0.0 {
+                continue;
+            }
+            let term = policy_term(self.plan.surrogate, &token);
             policy += v * term.value;
             derivatives.of_logp[t] += weight * term.d_logp;
             derivatives.add_exponent(self.plan.ratio, t, weight * term.d_ratio * ratio.d_exponent);
@@ -781,6 +944,15 @@ impl Completion<'_> {
     }
 }
 
+/// Inputs of the policy term of one token.
+struct Token {
+    ratio: f64,
+    advantage: f64,
+    logp: f64,
+    /// Log-probability under the sampling policy.
+    old: f64,
+}
+
 /// Policy or KL term of one token with its partial derivatives.
 struct Term {
     value: f64,
@@ -832,7 +1004,8 @@ impl<'a> Ratios<'a> {
     }
 }
 
-fn policy_term(surrogate: Surrogate, c: f64, a: f64, logp: f64) -> Term {
+fn policy_term(surrogate: Surrogate, token: &Token) -> Term {
+    let &Token { ratio: c, advantage: a, logp, .. } = token;
     match surrogate {
         Surrogate::Clip { low, high, delta } => {
             let (clip_low, clip_high) = (1.0 - low, 1.0 + high);
@@ -857,6 +1030,10 @@ fn policy_term(surrogate: Surrogate, c: f64, a: f64, logp: f64) -> Term {
             let tau = if a > 0.0 { pos } else { neg };
             let gate = 1.0 / (1.0 + (-tau * (c - 1.0)).exp());
             Term { value: -gate * (4.0 / tau) * a, d_logp: 0.0, d_ratio: -4.0 * gate * (1.0 - gate) * a }
+        }
+        Surrogate::Dppo { divergence, low, high, cap } => {
+            let factor = if divergence.is_beyond([low, high], token) { 0.0 } else { c.min(cap) * a };
+            Term { value: -factor * logp, d_logp: -factor, d_ratio: 0.0 }
         }
         Surrogate::LogProb => Term { value: -a * logp, d_logp: -a, d_ratio: 0.0 },
         // One term per completion: see `Completion::geometric_mean` and `Completion::vespo`.
@@ -901,10 +1078,15 @@ pub(crate) struct Clipped {
 }
 
 impl Clipped {
-    fn count(&mut self, surrogate: Surrogate, c: f64, a: f64) {
+    fn count(&mut self, surrogate: Surrogate, token: &Token) {
+        let &Token { ratio: c, advantage: a, .. } = token;
         let (low, high) = match surrogate {
             Surrogate::Clip { low, high, .. } => (c < 1.0 - low && a < 0.0, c > 1.0 + high && a > 0.0),
             Surrogate::Cispo { cap } => (false, c > cap && a > 0.0),
+            Surrogate::Dppo { divergence, low, high, .. } => {
+                let is_beyond = divergence.is_beyond([low, high], token);
+                (is_beyond && a < 0.0, is_beyond && a > 0.0)
+            }
             Surrogate::Ratio
             | Surrogate::Sapo { .. }
             | Surrogate::LogProb
@@ -938,8 +1120,10 @@ fn check_batch<'a>(
     expect_length("advantages", batch.advantages.len(), completions, "one per completion")?;
     expect_length("truncated", batch.truncated.len(), completions, "one per completion")?;
     let reference = required_inputs(batch, plan, normalizer)?;
-    if let Some(kept) = batch.kept {
-        expect_length("kept", kept.len(), tokens, "one per token")?;
+    for (what, mask) in [("kept", batch.kept), ("chosen", batch.chosen)] {
+        if let Some(mask) = mask {
+            expect_length(what, mask.len(), tokens, "one per token")?;
+        }
     }
     let per_token = [
         ("logp", Some(batch.logp)),
@@ -991,6 +1175,13 @@ fn required_inputs<'a>(
             what: if batch.kept.is_some() { "the number of kept tokens" } else { "the mask of kept tokens" },
             needed_by: "top_entropy",
             remedy: "set both Batch::kept and Normalizer::kept_tokens, or neither",
+        });
+    }
+    if batch.chosen.is_none() && plan.covariance != Covariance::Off {
+        return Err(Error::MissingInput {
+            what: "the mask of chosen tokens",
+            needed_by: "covariance",
+            remedy: "choose them with chosen_tokens or turn the setting off",
         });
     }
     if batch.sampler.is_none() && plan.correction.is_on() {

@@ -179,6 +179,9 @@ pub struct MetricSums {
     corrected_max: Option<f64>,
     /// 1 for each completion that the off-policy mask drops, 0 for each other one.
     left_behind: Moments,
+    /// Tokens that the covariance chooses, and all tokens of the same completions.
+    chosen_tokens: u64,
+    covariance_tokens: u64,
     // Sums of the rollout.
     lengths: Lengths,
     terminated: Lengths,
@@ -222,6 +225,11 @@ impl MetricSums {
 
     pub(crate) fn add_left_behind(&mut self, is_left: bool) {
         self.left_behind.push(f64::from(is_left));
+    }
+
+    pub(crate) fn add_chosen(&mut self, chosen: usize, tokens: usize) {
+        self.chosen_tokens += chosen as u64;
+        self.covariance_tokens += tokens as u64;
     }
 
     pub(crate) fn add_clipped(&mut self, clipped: &Clipped, level: RatioLevel, tokens: usize) {
@@ -325,6 +333,8 @@ impl MetricSums {
         self.clip_high_max = extreme(self.clip_high_max, other.clip_high_max, f64::max);
         self.corrected.merge(&other.corrected);
         self.left_behind.merge(&other.left_behind);
+        self.chosen_tokens += other.chosen_tokens;
+        self.covariance_tokens += other.covariance_tokens;
         self.corrected_min = extreme(self.corrected_min, other.corrected_min, f64::min);
         self.corrected_max = extreme(self.corrected_max, other.corrected_max, f64::max);
         self.lengths.merge(&other.lengths);
@@ -377,6 +387,9 @@ impl MetricSums {
             }
             if self.left_behind.count > 0 {
                 put("off_policy_mask/dropped_ratio", self.left_behind.mean());
+            }
+            if self.covariance_tokens > 0 {
+                put("covariance/chosen_ratio", mean(self.chosen_tokens as f64, self.covariance_tokens));
             }
             put("advantage_abs", mean(self.advantage_abs, self.loss_completions));
         }

@@ -1,7 +1,7 @@
 //! Papers that describe a loss, for citation in published models.
 
 use crate::advantage::AdvantageKind;
-use crate::loss::{Aggregation, LossPlan, RatioLevel, Surrogate};
+use crate::loss::{Aggregation, Covariance, LossPlan, RatioLevel, Surrogate};
 
 /// Citation of a paper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,6 +81,28 @@ const REINFORCE_PLUS_PLUS: Paper = Paper {
     year: 2025,
 };
 
+const ENTROPY_MECHANISM: Paper = Paper {
+    method: "Clip-Cov and KL-Cov",
+    arxiv: "2505.22617",
+    title: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models",
+    author: "Cui, Ganqu",
+    year: 2025,
+};
+const DPPO: Paper = Paper {
+    method: "DPPO",
+    arxiv: "2602.04879",
+    title: "Rethinking the Trust Region in LLM Reinforcement Learning",
+    author: "Qi, Penghui",
+    year: 2026,
+};
+const MAX_RL: Paper = Paper {
+    method: "MaxRL",
+    arxiv: "2602.02710",
+    title: "Maximum Likelihood Reinforcement Learning",
+    author: "Tajwar, Fahim",
+    year: 2026,
+};
+
 impl Paper {
     /// Formats a BibTeX entry.
     pub fn bibtex(&self) -> String {
@@ -106,11 +128,15 @@ impl LossPlan {
             (matches!(self.surrogate, Surrogate::Cispo { .. }), CISPO),
             (matches!(self.surrogate, Surrogate::Sapo { .. }), SAPO),
             (matches!(self.surrogate, Surrogate::GeometricMean { .. }), GMPO),
+            (self.covariance != Covariance::Off, ENTROPY_MECHANISM),
+            (matches!(self.surrogate, Surrogate::Dppo { .. }), DPPO),
             (advantage == AdvantageKind::LeaveOneOut, RLOO),
+            (advantage == AdvantageKind::MaxRl, MAX_RL),
             (whitens, REINFORCE_PLUS_PLUS),
             (
                 matches!(self.surrogate, Surrogate::Clip { .. })
                     && !whitens
+                    && self.covariance == Covariance::Off
                     && (self.aggregation == Aggregation::TokenMeanGlobal
                         || higher && self.ratio == RatioLevel::Token),
                 DAPO,

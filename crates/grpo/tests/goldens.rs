@@ -2,8 +2,8 @@
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
 use omnigrpo_grpo::{
-    Aggregation, Batch, Correction, CorrectionKind, Kl, LossPlan, Normalizer, RatioLevel, Surrogate,
-    evaluate, top_entropy_tokens,
+    Aggregation, Batch, Correction, CorrectionKind, Covariance, Kl, LossPlan, Normalizer, RatioLevel,
+    Surrogate, evaluate, top_entropy_tokens,
 };
 use serde::Deserialize;
 
@@ -82,6 +82,7 @@ fn plan(case: &Case) -> LossPlan {
         entropy_coef: case.entropy_coef,
         top_entropy: case.top_entropy,
         correction: Correction { kind: case.correction, max: case.correction_max, min: case.correction_min },
+        covariance: Covariance::Off,
         off_policy_threshold: None,
         distillation: 0.0,
         mask_truncated_completions: case.mask_truncated,
@@ -124,6 +125,7 @@ fn every_loss_and_gradient_equals_torch_autograd() {
             reference: Some(&golden.reference),
             entropy: Some(&golden.entropy),
             kept: kept.as_deref(),
+            chosen: None,
             advantages: &golden.advantages,
             truncated: &golden.truncated,
         };

@@ -2,9 +2,9 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use omnigrpo_grpo::{
-    Aggregation, Batch, Correction, CorrectionKind, CustomTerm, Dual, Error, Kl, LossOutput, LossPlan,
-    MetricSums, Normalizer, PolicyToken, RECIPES, RatioLevel, Surrogate, evaluate, recipe,
-    top_entropy_tokens,
+    Aggregation, Batch, Correction, CorrectionKind, Covariance, CustomTerm, Divergence, Dual, Error, Kl,
+    LossOutput, LossPlan, MetricSums, Normalizer, PolicyToken, RECIPES, RatioLevel, Surrogate, evaluate,
+    recipe, top_entropy_tokens,
 };
 use proptest::prelude::*;
 
@@ -18,6 +18,7 @@ struct Data {
     reference: Vec<f64>,
     entropy: Vec<f64>,
     kept: Option<Vec<bool>>,
+    chosen: Option<Vec<bool>>,
     advantages: Vec<f64>,
     truncated: Vec<bool>,
 }
@@ -44,6 +45,7 @@ impl Data {
             reference,
             entropy: (0..tokens).map(|_| 2.0 * uniform()).collect(),
             kept: None,
+            chosen: None,
             advantages: lengths.iter().map(|_| 3.0 * uniform() - 1.5).collect(),
             truncated: lengths.iter().enumerate().map(|(c, _)| c % 3 == 2).collect(),
             logp,
@@ -59,6 +61,7 @@ impl Data {
             reference: Some(&self.reference),
             entropy: Some(&self.entropy),
             kept: self.kept.as_deref(),
+            chosen: self.chosen.as_deref(),
             advantages: &self.advantages,
             truncated: &self.truncated,
         }
@@ -78,8 +81,15 @@ impl Data {
         Self { kept: top_entropy_tokens(&self.entropy, top).unwrap(), ..self }
     }
 
+    /// Returns the same data with every other token chosen, if the plan's covariance is on.
+    fn chosen(self, plan: &LossPlan) -> Self {
+        let every_other = (0..self.logp.len()).map(|t| t % 2 == 0).collect();
+        Self { chosen: (plan.covariance != Covariance::Off).then_some(every_other), ..self }
+    }
+
     fn evaluate(&self, plan: &LossPlan) -> LossOutput {
-        evaluate(&self.batch(), plan, &self.normalizer(plan)).unwrap()
+        let data = self.clone().chosen(plan);
+        evaluate(&data.batch(), plan, &data.normalizer(plan)).unwrap()
     }
 
     /// Returns completions `from..to` as a part of the same step.
@@ -94,6 +104,7 @@ impl Data {
             reference: self.reference[start..end].to_vec(),
             entropy: self.entropy[start..end].to_vec(),
             kept: self.kept.as_ref().map(|kept| kept[start..end].to_vec()),
+            chosen: self.chosen.as_ref().map(|chosen| chosen[start..end].to_vec()),
             advantages: self.advantages[from..to].to_vec(),
             truncated: self.truncated[from..to].to_vec(),
         }
@@ -104,9 +115,10 @@ fn close(got: f64, expected: f64, tolerance: f64) -> bool {
     (got - expected).abs() <= tolerance * expected.abs().max(1.0)
 }
 
-/// Yields every recipe with every KL, and one with a teacher.
+/// Yields every recipe with every KL, one with a teacher, and one with the off-policy mask.
 fn plans() -> impl Iterator<Item = (String, LossPlan)> {
     let taught = LossPlan { distillation: 0.7, beta: 0.0, ..RECIPES[0].loss };
+    let masked = LossPlan { off_policy_threshold: Some(0.05), ..RECIPES[0].loss };
     let all = RECIPES.iter().flat_map(|row| {
         [(Kl::Off, 0.0), (Kl::K3, 0.3), (Kl::K3Corrected, 0.3), (Kl::K1, 0.3)].map(|(kl, beta)| {
             let plan =
@@ -114,7 +126,7 @@ fn plans() -> impl Iterator<Item = (String, LossPlan)> {
             (format!("{} {kl:?}", row.name), plan)
         })
     });
-    all.chain([("a teacher".to_owned(), taught)])
+    all.chain([("a teacher".to_owned(), taught), ("off-policy mask".to_owned(), masked)])
 }
 
 /// Returns the value whose derivative is `dlogp`: factors that the formula treats as constants keep their first value.
@@ -123,6 +135,16 @@ fn surrogate_value(data: &Data, moved: &Data, plan: &LossPlan, normalizer: &Norm
     // The weight of a token of a completion: move the log-probabilities under the ratios of the unmoved data.
     let weight: Box<dyn Fn(std::ops::Range<usize>, usize, f64) -> f64> = match plan.surrogate {
         Surrogate::Cispo { cap } => Box::new(move |_, t, _| (data.logp[t] - old[t]).exp().min(cap)),
+        Surrogate::Dppo { divergence, low, high, cap } => Box::new(move |_, t, advantage| {
+            let (p, q) = (data.logp[t].exp(), old[t].exp());
+            let bound = if advantage > 0.0 { high } else { low };
+            let distance = match divergence {
+                Divergence::TotalVariation => (p - q).abs(),
+                Divergence::Kl => q * (q / p).ln() + (1.0 - q) * ((1.0 - q) / (1.0 - p)).ln(),
+            };
+            let beyond = (p - q) * advantage > 0.0 && distance > bound;
+            if beyond { 0.0 } else { (p / q).min(cap) }
+        }),
         Surrogate::Vespo { pos, neg } => Box::new(move |tokens, _, advantage| {
             let [k, lambda] = if advantage >= 0.0 { pos } else { neg };
             let ln_w: f64 = tokens.map(|t| data.logp[t] - old[t]).sum();
@@ -153,9 +175,10 @@ fn gradients_equal_central_differences_for_every_recipe_and_kl() {
     for (name, plan) in plans() {
         // The formulas above do not contain the gate.
         let data = match plan.surrogate {
-            Surrogate::Cispo { .. } | Surrogate::Vespo { .. } => data.clone(),
+            Surrogate::Cispo { .. } | Surrogate::Vespo { .. } | Surrogate::Dppo { .. } => data.clone(),
             _ => data.clone().gated(0.8),
         };
+        let data = data.chosen(&plan);
         let normalizer = data.normalizer(&plan);
         let out = evaluate(&data.batch(), &plan, &normalizer).unwrap();
         for t in 0..data.logp.len() {
@@ -198,6 +221,7 @@ fn a_correction_weights_differences_from_the_sampler() {
         sampler: d.iter().map(|d| -1.0 - d).collect(),
         reference: vec![-1.0; 5],
         kept: None,
+        chosen: None,
         entropy: vec![0.0; 5],
         advantages: vec![3.0, -2.0],
         truncated: vec![false; 2],
@@ -258,6 +282,7 @@ fn a_correction_weights_differences_from_the_sampler() {
 fn parts_of_a_step_add_up_to_the_step() {
     let data = Data::new(&[4, 1, 3, 0, 5, 2, 7, 2], true, 11).gated(0.7);
     for (name, plan) in plans() {
+        let data = data.clone().chosen(&plan);
         let normalizer = data.normalizer(&plan);
         let whole = evaluate(&data.batch(), &plan, &normalizer).unwrap();
         let mut loss = 0.0;
@@ -362,7 +387,8 @@ fn old_log_probabilities_equal_to_the_current_ones_are_on_policy() {
 fn zero_advantage_leaves_exactly_the_kl_gradient() {
     let mut data = Data::new(&[4, 1, 3], true, 15);
     data.advantages.fill(0.0);
-    for row in RECIPES {
+    // The penalty of kl_cov does not depend on the advantage of its token.
+    for row in RECIPES.iter().filter(|row| !matches!(row.loss.covariance, Covariance::Kl { .. })) {
         let off = data.evaluate(&LossPlan { kl: Kl::Off, beta: 0.0, ..row.loss });
         assert!(off.dlogp.iter().all(|d| *d == 0.0), "{}", row.name);
         assert_eq!(off.loss, 0.0, "{}", row.name);
@@ -389,6 +415,7 @@ fn documented_sequence_loss_of_one_completion() {
         sampler: vec![-1.0, -2.0, -0.5],
         reference: vec![-1.2, -1.5, -0.5],
         kept: None,
+        chosen: None,
         entropy: vec![0.0; 3],
         advantages: vec![1.0],
         truncated: vec![false],
@@ -466,6 +493,7 @@ fn clip_stops_the_gradient_only_on_the_side_of_the_advantage() {
         sampler: vec![-2.0; 4],
         reference: vec![-2.0; 4],
         kept: None,
+        chosen: None,
         entropy: vec![0.0; 4],
         advantages: vec![1.0, -1.0, 1.0, -1.0],
         truncated: vec![false; 4],
@@ -532,6 +560,7 @@ fn the_corrected_kl_pulls_in_proportion_to_the_distance() {
                 reference: Some(&[logp[0] + x]),
                 entropy: None,
                 kept: None,
+                chosen: None,
                 advantages: &[0.0],
                 truncated: &[false],
             };

@@ -195,6 +195,7 @@ fn groups_equal_transformers_on_separate_sequences() {
                 reference: Some(&reference),
                 entropy: None,
                 kept: None,
+                chosen: None,
                 advantages: &advantages,
                 truncated: &truncated,
             };

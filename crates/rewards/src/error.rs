@@ -18,7 +18,7 @@ omnigrpo_guard::settings! {
 pub enum RewardError {
     /// Unknown name of a reward.
     #[error(
-        "unknown reward `{name}`{hint}; known: {known}, or the directory of a reward model, cmd:\"program arguments\", FILE.py:FUNCTION, http(s)://…, judge:http(s)://…"
+        "unknown reward `{name}`{hint}; known: {known}, or the directory of a reward model, cmd:\"program arguments\", FILE.py:FUNCTION, http(s)://…, judge:http(s)://…, rubric:FILE@http(s)://…"
     )]
     UnknownReward {
         /// Requested name.

@@ -16,7 +16,7 @@ pub(crate) fn reward(_: &RewardOptions) -> Result<Box<dyn Reward>, RewardError> 
 }
 
 /// The key is the seed of the generator. Every completion therefore has its own stream, and order does not matter.
-fn uniform(key: RowKey) -> f64 {
+pub(crate) fn uniform(key: RowKey) -> f64 {
     let mut seed = [0u8; 32];
     for (chunk, word) in seed.chunks_exact_mut(8).zip([key.seed, key.step, key.row, key.sample]) {
         chunk.copy_from_slice(&word.to_le_bytes());

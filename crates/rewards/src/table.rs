@@ -100,7 +100,7 @@ rewards! {
 }
 
 /// Creates the rewards of a run. A spec is a name of the [`table`], `cmd:"program arguments"`, `FILE.py:FUNCTION`, `http://…`,
-/// `https://…` or `judge:http(s)://…`. `name=spec` gives one of the last five another name.
+/// `https://…`, `judge:http(s)://…` or `rubric:FILE@http(s)://…`. `name=spec` gives one of the last six another name.
 ///
 /// # Errors
 /// Returns an error if a name is unknown, a reward cannot use a setting, or the weights do not match the rewards.

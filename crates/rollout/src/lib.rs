@@ -27,6 +27,6 @@ pub use error::{Result, RolloutError};
 pub use generate::{
     Completion, FinishReason, GenerateOptions, Generated, Generator, MAX_LIVE, Request, TokenEvent,
 };
-pub use sample::{SamplingParams, TurnLimits};
+pub use sample::{SampleKey, SamplingParams, TurnLimits};
 pub use session::{Job, Session, Step, Token};
 pub use zoom::{BoxUnit, ENVIRONMENTS, Zoom, environment, store_picture};

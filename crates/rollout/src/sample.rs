@@ -126,22 +126,33 @@ impl SamplingParams {
 
 /// Inputs of a completion's random numbers besides the seed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct SampleKey {
+pub struct SampleKey {
     /// Number of the rollout in the run (the optimizer step that requested it).
     pub rollout: u64,
+    /// Stable index of the dataset row.
     pub row: u64,
     /// Sample of the row in this rollout.
     pub sample: u32,
 }
 
 impl SampleKey {
-    /// Returns the uniform number in [0, 1) for token `token`.
+    /// Returns the uniform number in [0, 1) that samples token `token`.
     pub(crate) fn uniform(self, seed: u64, token: usize) -> f64 {
+        self.number(seed, token, 0)
+    }
+
+    /// Returns a uniform number in [0, 1) for a choice among sampled tokens. It is independent of the numbers that sample.
+    pub fn choice(self, seed: u64, token: usize) -> f64 {
+        self.number(seed, token, 1)
+    }
+
+    fn number(self, seed: u64, token: usize, use_of_it: u8) -> f64 {
         let mut key = [0u8; 32];
         key[..8].copy_from_slice(&seed.to_le_bytes());
         key[8..16].copy_from_slice(&self.rollout.to_le_bytes());
         key[16..24].copy_from_slice(&self.row.to_le_bytes());
         key[24..28].copy_from_slice(&self.sample.to_le_bytes());
+        key[28] = use_of_it;
         let mut rng = ChaCha8Rng::from_seed(key);
         rng.set_word_pos(2 * token as u128);
         (rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64
@@ -183,6 +194,9 @@ mod tests {
         assert_ne!(u(KEY, 5), u(other, 5));
         assert_ne!(u(KEY, 5), u(KEY, 6));
         assert_ne!(u(KEY, 5), KEY.uniform(12, 5));
+        // A choice among tokens must not depend on the numbers that sampled them.
+        assert_eq!(KEY.choice(11, 5), KEY.choice(11, 5));
+        assert!((0..100).all(|token| KEY.choice(11, token) != u(KEY, token)));
     }
 
     #[test]

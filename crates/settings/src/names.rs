@@ -1,7 +1,7 @@
 //! Names of values, both for types of the libraries and for the program's own types.
 
 use omnigrpo_data::{Curriculum, QUESTION_TEMPLATES, QuestionTemplate};
-use omnigrpo_grpo::{AdvantageKind, Aggregation, CorrectionKind, Kl, RECIPES, RatioLevel, Recipe};
+use omnigrpo_grpo::{AdvantageKind, Aggregation, CorrectionKind, Kl, RECIPES, RatioLevel, Recipe, recipe};
 use omnigrpo_models::{FrameRule, GgufPrecision, MissingAudio, Orientation, WeightDtype};
 use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, FormatMode};
 use omnigrpo_train::{GradientSum, Offload, ScheduleKind, Shard};
@@ -197,6 +197,10 @@ listed!(AdvantageKind:
     "reinforce_plus_plus" = AdvantageKind::Whitened, "centred and divided over all tokens of the batch";
     "reinforce_plus_plus_baseline" = AdvantageKind::GroupCenterWhitened, "centred per group, then as `reinforce_plus_plus`";
     "grpo_passk" = AdvantageKind::PassAtK, "the lead of the group's best over its second, divided by the group's deviation";
+    "maxrl" = AdvantageKind::MaxRl, "centred, divided by the mean of the group; for rewards of at least 0 (a group without a mean above 0 teaches nothing)";
+    "rloo_vectorized" = AdvantageKind::LeaveOneOut, "as `rloo`";
+    "reinforce++" = AdvantageKind::Whitened, "as `reinforce_plus_plus`";
+    "max_rl" = AdvantageKind::MaxRl, "as `maxrl`";
 );
 listed!(Kl:
     "k3" = Kl::K3, "per token, never negative";
@@ -234,9 +238,19 @@ macro_rules! listed_there {
 }
 listed_there!(FormatMode, AccuracyMode, AnswerPolicy, Compat);
 
+/// Names of recipes in other programs, with their help.
+const ALIASES: &[(&str, &str)] = &[
+    ("gspo_token", "as `gspo`"),
+    ("geo_mean", "as `gmpo`"),
+    ("reinforce++", "as `reinforce_plus_plus`"),
+    ("reinforce++_baseline", "as `reinforce_plus_plus_baseline`"),
+    ("dppo", "as `dppo_tv`"),
+];
+
 impl Named for &'static Recipe {
     fn table() -> Vec<(&'static str, Self, &'static str)> {
-        RECIPES.iter().map(|recipe| (recipe.name, recipe, recipe.summary)).collect()
+        let own = RECIPES.iter().map(|recipe| (recipe.name, recipe, recipe.summary));
+        own.chain(ALIASES.iter().filter_map(|(alias, help)| Some((*alias, recipe(alias)?, *help)))).collect()
     }
 }
 
@@ -249,6 +263,18 @@ impl Named for &'static QuestionTemplate {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_alias_is_a_value_and_names_its_recipe() {
+        let listed: Vec<&str> = ALIASES.iter().map(|(alias, _)| *alias).collect();
+        let known: Vec<&str> = RECIPES.iter().flat_map(|recipe| recipe.aliases).copied().collect();
+        assert_eq!(listed, known);
+        for (alias, help) in ALIASES {
+            let recipe = named::<&'static Recipe>(alias).unwrap();
+            assert_eq!(*help, format!("as `{}`", recipe.name));
+            assert_eq!(name_of(recipe), Some(recipe.name));
+        }
+    }
 
     #[test]
     fn every_choice_of_a_recipe_has_a_name() {

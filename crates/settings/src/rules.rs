@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use omnigrpo_grpo::{AdvantageKind, Surrogate};
+use omnigrpo_grpo::{AdvantageKind, Covariance, Surrogate};
 use omnigrpo_guard::names::{nearest, shown};
 use omnigrpo_scorers::RewardModel;
 use omnigrpo_train::{EvalWhen, SaveWhen, Selection};
@@ -362,8 +362,16 @@ fn wrong_loss(s: &Settings) -> Vec<Problem> {
     let problem = |error| match error {
         omnigrpo_grpo::Error::Setting { setting, value, expected } => {
             let flag = match setting {
-                // One flag sets the upper bound of every surrogate.
+                "surrogate.cap" if matches!(s.algorithm.loss.surrogate, Surrogate::Dppo { .. }) => "delta",
+                // One flag sets the upper bound of every other surrogate.
                 "surrogate.cap" => "epsilon_high",
+                "covariance.share" if matches!(s.algorithm.loss.covariance, Covariance::Kl { .. }) => {
+                    "kl_cov_ratio"
+                }
+                "covariance.share" => "clip_cov_ratio",
+                "covariance.low" => "clip_cov_lb",
+                "covariance.high" => "clip_cov_ub",
+                "covariance.coef" => "ppo_kl_coef",
                 "surrogate.pos" => "sapo_temperature_pos",
                 "surrogate.neg" => "sapo_temperature_neg",
                 "surrogate.k_pos" => "vespo_k_pos",

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use omnigrpo_data::Dataset;
+use omnigrpo_grpo::Covariance;
 use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_rewards::{Logged, RewardMatrix};
 use omnigrpo_rollout::{Completion, FinishReason};
@@ -46,6 +47,9 @@ pub struct BufferState {
     /// Decision of the entropy gate for each token, true if the token is kept; null without a gate.
     #[serde(default)]
     pub kept: Vec<Vec<Option<Vec<bool>>>>,
+    /// Tokens that the covariance chooses; null if the covariance is off.
+    #[serde(default)]
+    pub chosen: Vec<Vec<Option<Vec<bool>>>>,
     /// Turns of an environment by row and completion; empty without an environment.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub turns: Vec<Vec<Vec<SavedTurn>>>,
@@ -86,6 +90,7 @@ impl BufferState {
             sampled: each(rollouts, |c| c.completion.logprobs.clone()),
             reference: each(rollouts, |c| c.reference.clone()),
             kept: each(rollouts, |c| c.kept.clone()),
+            chosen: each(rollouts, |c| c.chosen.clone()),
             turns: if turns.iter().flatten().all(Vec::is_empty) { Vec::new() } else { turns },
             reward_values: (0..names.len()).map(values).collect(),
             reward_names: names,
@@ -117,6 +122,7 @@ impl BufferState {
             && (self.prompts.is_empty() || self.prompts.len() == rows)
             && per_token(&self.reference, &sampled_tokens)
             && per_token(&self.kept, &sampled_tokens)
+            && per_token(&self.chosen, &sampled_tokens)
             && (0..rows).all(groups)
             && self.reward_totals.len() == completions
             && self.reward_values.len() == self.reward_names.len()
@@ -177,6 +183,7 @@ impl BufferState {
         }
         let needed = [
             ("top_entropy_quantile", algorithm.loss.top_entropy < 1.0, self.kept.is_empty()),
+            ("loss_type", algorithm.loss.covariance != Covariance::Off, self.chosen.is_empty()),
             ("sync_ref_model", moving_reference, self.reference.is_empty()),
         ];
         if let Some((setting, ..)) = needed.iter().find(|(_, needed, missing)| *needed && *missing) {
@@ -210,6 +217,7 @@ impl BufferState {
             let mut sampled = self.sampled.get(r).into_iter().flatten();
             let mut reference = self.reference.get(r).into_iter().flatten();
             let mut kept = self.kept.get(r).into_iter().flatten();
+            let mut chosen = self.chosen.get(r).into_iter().flatten();
             let mut turns = self.turns.get(r).into_iter().flatten();
             let completions = each.map(|((ids, text), (&cut, old))| {
                 let reason = if cut { FinishReason::Length } else { FinishReason::Stop };
@@ -219,6 +227,7 @@ impl BufferState {
                 Scored {
                     reference: reference.next().cloned().flatten(),
                     kept: kept.next().cloned().flatten(),
+                    chosen: chosen.next().cloned().flatten(),
                     ..Scored::new(completion, Some(old.clone()))
                 }
             });

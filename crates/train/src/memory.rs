@@ -477,6 +477,7 @@ pub(crate) fn reinforce(
     let mut parts = Rollouts::new(algorithm, groups, kept, rewards)?.split(plan.prompts_per_step);
     for part in &mut parts {
         part.gate(&algorithm.loss)?;
+        part.choose(&algorithm.loss, algorithm.seed, 0)?;
         let mut timer = PhaseTimer::start(Instant::now());
         let at = UpdateAt { step: 0, learning_rate_factor: 1.0 };
         update((model, reference), &mut optimizer, at, algorithm, part, &mut timer)?;

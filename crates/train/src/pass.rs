@@ -360,6 +360,8 @@ impl<'a> Pass<'a> {
         let reference = reference.map(|each| wide(&each.concat()));
         let kept: Option<Vec<&[bool]>> = members().map(|c| c.kept.as_deref()).collect();
         let kept = kept.map(|each| each.concat());
+        let chosen: Option<Vec<&[bool]>> = members().map(|c| c.chosen.as_deref()).collect();
+        let chosen = chosen.map(|each| each.concat());
         let batch = Batch {
             lengths: stream.lengths(),
             logp: &wide(&scores.logprobs),
@@ -368,6 +370,7 @@ impl<'a> Pass<'a> {
             reference: reference.as_deref(),
             entropy: Some(&wide(&scores.entropies)),
             kept: kept.as_deref(),
+            chosen: chosen.as_deref(),
             advantages: &advantages,
             truncated: &truncated,
         };

@@ -3,10 +3,10 @@
 use std::mem::{replace, take};
 use std::ops::Range;
 
-use omnigrpo_grpo::{Advantages, LossPlan, advantage, top_entropy_tokens};
+use omnigrpo_grpo::{Advantages, Covariance, LossPlan, advantage, chosen_tokens, top_entropy_tokens};
 use omnigrpo_models::{DecoderMemory, Features, GroupStream, Memories, PackedStream};
 use omnigrpo_rewards::RewardMatrix;
-use omnigrpo_rollout::{Completion, FinishReason};
+use omnigrpo_rollout::{Completion, FinishReason, SampleKey};
 
 use crate::error::Result;
 use crate::rows::PreparedRow;
@@ -29,15 +29,25 @@ pub struct Scored {
     /// Mask of the tokens that count in the policy term and the entropy bonus. It is fixed for the whole rollout; `None` keeps
     /// all tokens.
     pub(crate) kept: Option<Vec<bool>>,
+    /// Mask of the tokens that the loss treats differently because of their covariance. It is fixed for the whole rollout; `None` if
+    /// the covariance is off.
+    pub(crate) chosen: Option<Vec<bool>>,
 }
 
 impl Scored {
     pub(crate) fn new(completion: Completion, old: Option<Vec<f32>>) -> Self {
-        Self { completion, advantage: 0.0, old, reference: None, kept: None }
+        Self { completion, advantage: 0.0, old, reference: None, kept: None, chosen: None }
     }
 
     pub(crate) fn is_truncated(&self) -> bool {
         self.completion.finish_reason == FinishReason::Length
+    }
+
+    /// Returns the log-probability of each token when it was sampled, or that of the weights before the first update; `None` if
+    /// neither is known, as for recorded completions without log-probabilities.
+    pub(crate) fn at_first(&self) -> Option<&[f32]> {
+        let sampled = Some(self.completion.logprobs.as_slice());
+        sampled.filter(|own| own.len() == self.completion.num_sampled()).or(self.old.as_deref())
     }
 }
 
@@ -127,6 +137,35 @@ impl Rollouts {
         for c in self.groups.iter_mut().flat_map(|group| &mut group.completions) {
             let tokens = c.completion.num_sampled();
             c.kept = Some(if counts(c) { kept.by_ref().take(tokens).collect() } else { vec![false; tokens] });
+        }
+        Ok(())
+    }
+
+    /// Chooses the tokens that the loss treats differently because of the covariance of advantage and log-probability, among all
+    /// tokens of the step that count. `step` is the number of the rollout. Random choices depend on the seed, the rollout, the row, the
+    /// completion and the token alone.
+    pub(crate) fn choose(&mut self, plan: &LossPlan, seed: u64, step: u64) -> Result<()> {
+        let counts = |c: &Scored| !(plan.mask_truncated_completions && c.is_truncated());
+        let (mut advantages, mut logp, mut keys) = (Vec::new(), Vec::new(), Vec::new());
+        if plan.covariance != Covariance::Off {
+            for group in &self.groups {
+                for (sample, c) in group.completions.iter().enumerate().filter(|(_, c)| counts(c)) {
+                    let key = SampleKey { rollout: step, row: group.row.sample.row, sample: sample as u32 };
+                    for (token, lp) in c.at_first().into_iter().flatten().enumerate() {
+                        advantages.push(c.advantage);
+                        logp.push(f64::from(*lp));
+                        keys.push((key, token));
+                    }
+                }
+            }
+        }
+        let draw = |at: usize| keys[at].0.choice(seed, keys[at].1);
+        let Some(chosen) = chosen_tokens(plan.covariance, &advantages, &logp, draw)? else { return Ok(()) };
+        let mut chosen = chosen.into_iter();
+        for c in self.groups.iter_mut().flat_map(|group| &mut group.completions) {
+            let tokens = c.completion.num_sampled();
+            let own = if counts(c) { chosen.by_ref().take(tokens).collect() } else { vec![false; tokens] };
+            c.chosen = Some(own);
         }
         Ok(())
     }

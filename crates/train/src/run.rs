@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use omnigrpo_data::Dataset;
-use omnigrpo_grpo::metric;
+use omnigrpo_grpo::{Covariance, metric};
 use omnigrpo_guard::{Fault, told};
 use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_observe::{Console, Event, Metric, PhaseTimer, RunLock};
@@ -329,6 +329,13 @@ impl Loop {
                 timed(timer, "entropy", || entropies(models, algorithm, part))?;
             }
             part.gate(&algorithm.loss)?;
+            if algorithm.loss.covariance != Covariance::Off {
+                // Recorded completions may have no log-probabilities.
+                if part.completions().any(|c| c.at_first().is_none()) {
+                    timed(timer, "old", || old_logprobs(models, algorithm, part))?;
+                }
+                part.choose(&algorithm.loss, algorithm.seed, step)?;
+            }
             if at > 0 && part.completions().any(|c| c.old.is_none()) {
                 timed(timer, "old", || old_logprobs(models, algorithm, part))?;
             }

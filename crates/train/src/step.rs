@@ -24,6 +24,8 @@
 //! | GSPO, arXiv 2507.18071 | one ratio per completion: rᵢ = exp(1/\|oᵢ\| Σₜ log rᵢₜ) | `LossPlan` |
 //! | high-entropy tokens, arXiv 2506.01939 | the policy term keeps only the given share of tokens with the highest entropy | `top_entropy_tokens` |
 //! | TIS, MIS | each token is weighted by the ratio of its probability in the training pass to that in the sampler | `Correction` |
+//! | Clip-Cov, KL-Cov, arXiv 2505.22617 | tokens of a large covariance of advantage and log-probability have no policy term, or pay for their distance from π_old | `chosen_tokens` |
+//! | DPPO, arXiv 2602.04879 | as CISPO, without tokens whose probability has moved too far | `LossPlan` |
 //! | CISPO, arXiv 2506.13585 | min(rᵢₜ, cap) is a constant weight on Aᵢ log π(oᵢₜ) | `LossPlan` |
 //!
 //! L is a function of log-probabilities alone. `omnigrpo_grpo::evaluate` therefore computes L and dL/dlog π in closed form, and

@@ -152,7 +152,7 @@ class Settings(TypedDict, total=False):
     max_tool_images: int
     batch_size: int
     replay: str | PathLike[str]
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "sapo", "luspo", "vespo", "gmpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "seq_logp", "clamped_std"]
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "sapo", "luspo", "vespo", "gmpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "seq_logp", "clamped_std", "gspo_token", "geo_mean", "reinforce++", "reinforce++_baseline", "dppo"]
     teacher_model_name_or_path: str | float | bool
     teacher_model: str | float | bool
     teacher_coef: float
@@ -165,7 +165,7 @@ class Settings(TypedDict, total=False):
     grpo_beta: float
     grpo_alpha: float
     scale_rewards: Literal["group", "batch", "none"]
-    advantage: Literal["group_std", "batch_std", "group_center", "group_std_clamped", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo_passk"]
+    advantage: Literal["group_std", "batch_std", "group_center", "group_std_clamped", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo_passk", "maxrl", "rloo_vectorized", "reinforce++", "max_rl"]
     kl: Literal["k3", "k1_seq"]
     use_bias_correction_kl: bool
     router_aux_loss_coef: float
@@ -185,6 +185,11 @@ class Settings(TypedDict, total=False):
     vespo_lambda_pos: float
     vespo_k_neg: float
     vespo_lambda_neg: float
+    clip_cov_ratio: float
+    clip_cov_lb: float
+    clip_cov_ub: float
+    kl_cov_ratio: float
+    ppo_kl_coef: float
     num_iterations: int
     steps_per_generation: int
     sync_ref_model: bool

@@ -1,9 +1,11 @@
-"""Writes peers_golden.json: losses, gradients and advantages that TRL 1.16 and verl 0.9.1 compute by their own functions.
+"""Writes peers_golden.json: losses, gradients and advantages that TRL 1.16, verl 0.9.1 and the program of the MaxRL paper compute by their
+own functions.
 
 The inputs of a case come from a generator that the test repeats, so the file has results only. TRL's trainers need a model and a
 process group; here a plain object stands for them, and their method runs on given log-probabilities in float64.
 
-Run: python peers_golden.py VERL_DIR  (torch 2.11, trl 1.16; VERL_DIR is an unpacked wheel of verl 0.9.1)
+Run: python peers_golden.py VERL_DIR MAXRL_DIR  (torch 2.11, trl 1.16; VERL_DIR is an unpacked wheel of verl 0.9.1, MAXRL_DIR a checkout
+of github.com/tajwarfahim/maxrl)
 """
 import collections
 import importlib.util
@@ -108,8 +110,8 @@ def ratios(case):
     return torch.clamp(torch.exp((case.old - case.sampler) * case.mask), max=1.2)
 
 
-def verl(folder):
-    """The module `core_algos`, without the rest of verl."""
+def verl(folder, names):
+    """Functions of the module `core_algos`, without the rest of verl."""
     torch_functional = types.ModuleType("verl.utils.torch_functional")
     source = (pathlib.Path(folder) / "verl/utils/torch_functional.py").read_text()
     for name in ("masked_sum", "masked_mean", "masked_var", "masked_whiten"):
@@ -120,17 +122,14 @@ def verl(folder):
     source = (pathlib.Path(folder) / "verl/trainer/ppo/core_algos.py").read_text()
     out = {}
     scope = dict(
-        torch=torch, np=np, defaultdict=collections.defaultdict, verl_F=torch_functional, Optional=None, Any=None, AlgoConfig=dict,
+        torch=torch, np=np, defaultdict=collections.defaultdict, verl_F=torch_functional, Optional=None, Any=None, AlgoConfig=type(None),
         ActorConfig=None,
     )
-    for name in (
-        "compute_rloo_outcome_advantage", "compute_grpo_passk_outcome_advantage", "compute_reinforce_plus_plus_outcome_advantage",
-        "compute_reinforce_plus_plus_baseline_outcome_advantage", "compute_policy_loss_geo_mean",
-    ):
+    for name in names + ["agg_loss"] * ("def agg_loss(" in source):
         start = source.index(f"def {name}(")
-        end = min(at for at in (source.find(mark, start + 1) for mark in ("\ndef ", "\n@register")) if at > 0)
-        code = "from __future__ import annotations\n" + source[start:end]
-        exec(code, scope, out)
+        end = min(at for at in (source.find(mark, start + 1) for mark in ("\ndef ", "\n@")) if at > 0)
+        exec("from __future__ import annotations\n" + source[start:end], scope)
+        out[name] = scope[name]
     return out
 
 
@@ -138,19 +137,43 @@ class Config(dict):
     __getattr__ = dict.__getitem__
 
 
-def advantages(functions, name, case):
+def advantages(functions, name, case, **more):
     scores = torch.zeros(B, T, dtype=F64)
     for row, length in enumerate(case.lengths):
         scores[row, max(length - 1, 0)] = case.rewards[row]
     # An empty completion has no token that could carry its reward in verl, so its tokens are not looked at.
     out, _ = functions[f"compute_{name}_outcome_advantage"](
-        token_level_rewards=scores, response_mask=case.mask, index=np.repeat(np.arange(PROMPTS), GROUP), config=Config(gamma=1.0)
+        token_level_rewards=scores, response_mask=case.mask, index=np.repeat(np.arange(PROMPTS), GROUP), **more
     )
     return [out[row, 0].item() if length else None for row, length in enumerate(case.lengths)]
 
 
+def policy_loss(function, case, old=None, **settings):
+    """Returns the loss of a function of verl for one half of a step, its gradient, and a 1 for each token without a term."""
+    lp = case.logp.clone().requires_grad_()
+    config = Config(
+        {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": 0.28, **settings},
+        global_batch_info=dict(batch_num_tokens=2 * case.mask.sum()),
+    )
+    wide = torch.tensor(case.advantages, dtype=F64).unsqueeze(1).expand(B, T)
+    # The derivative by its weight is 0 for a token that is left out, and for no other.
+    weights = torch.ones(B, T, dtype=F64, requires_grad=True)
+    loss, _ = function(case.old if old is None else old, lp, wide, case.mask, config=config, rollout_is_weights=weights)
+    loss.backward()
+    left_out = [float(weights.grad[row, t] == 0) for row, length in enumerate(case.lengths) for t in range(length)]
+    return result(loss, lp.grad, case), left_out
+
+
 def main():
-    functions = verl(sys.argv[1])
+    estimators = ("rloo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+    losses = ("geo_mean", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
+    functions = verl(
+        sys.argv[1],
+        [f"compute_{name}_outcome_advantage" for name in estimators] + [f"compute_policy_loss_{name}" for name in losses],
+    )
+    maxrl = verl(sys.argv[2], ["compute_maxrl_outcome_advantage"])
+    # The MaxRL program puts rewards into tensors of the default type.
+    torch.set_default_dtype(F64)
     out = collections.defaultdict(list)
     for seed in range(CASES):
         case = Inputs(seed)
@@ -172,8 +195,19 @@ def main():
         corrected, _ = functions["compute_policy_loss_geo_mean"](case.old, lp, wide, case.mask, config=config, rollout_is_weights=ratios(case))
         corrected.backward()
         out["gmpo_corrected"].append(result(corrected, lp.grad, case))
-        for name in ("rloo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
-            out[f"advantages/{name}"].append(advantages(functions, name, case))
+        for name, bound in (("dppo_tv", 0.1), ("dppo_kl", 0.02)):
+            function = functions[f"compute_policy_loss_{name}"]
+            # The divergence is defined for probabilities of at most 1.
+            old = case.old.clamp(max=-1e-3)
+            out[name].append(policy_loss(function, case, old, clip_ratio=bound, clip_ratio_high=2 * bound, clip_ratio_c=1.4)[0])
+        torch.manual_seed(seed)
+        choice = Config(clip_cov_ratio=0.3, clip_cov_lb=0.05, clip_cov_ub=1.0, kl_cov_ratio=0.3, ppo_kl_coef=0.7)
+        out["kl_cov"].append(policy_loss(functions["compute_policy_loss_kl_cov"], case, policy_loss=choice)[0])
+        # The choice is random, so the test reads it.
+        out["clip_cov"].append(sum(policy_loss(functions["compute_policy_loss_clip_cov"], case, policy_loss=choice), []))
+        for name in estimators:
+            out[f"advantages/{name}"].append(advantages(functions, name, case, config=Config(gamma=1.0)))
+        out["advantages/maxrl"].append(advantages(maxrl, "maxrl", case))
     lines = ",\n".join(f"{json.dumps(name)}: [\n" + ",\n".join(json.dumps(rounded(case)) for case in cases) + "\n]" for name, cases in out.items())
     (pathlib.Path(__file__).parent / "peers_golden.json").write_text("{" + lines + "}\n")
 

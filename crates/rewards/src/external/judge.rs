@@ -4,10 +4,14 @@
 //! reply has no number in the range, the request is repeated, and then fails with an error. A judge that does not answer must not
 //! count as "wrong".
 //!
+//! `rubric:FILE@http(s)://host/v1` and `rubric:http(s)://host/v1` ask the same judge several questions at once ([`super::rubric`]).
+//!
 //! If the template contains `{images}`, the row's pictures are sent in OpenAI's form, as `image_url` parts with the bytes of the
 //! file: at most 16 pictures per row, each at most 8 MiB, as PNG, JPEG, GIF or WebP. A row with another medium cannot be scored.
 
+use std::collections::BTreeMap;
 use std::io::Read as _;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::LazyLock;
 
@@ -18,9 +22,10 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::http::Client;
-use super::{ExternalOptions, Failure, attempts, excerpt, rows_name, spread};
+use super::rubric::{Rubric, code};
+use super::{ExternalOptions, Failure, Log, attempts, excerpt, rows_name, spread};
 use crate::answer::golds;
-use crate::contract::row_name;
+use crate::contract::{Logged, row_name};
 use crate::tags::{content, tags};
 use crate::{AnswerPolicy, Reward, RewardError, RewardInput, RewardOptions};
 
@@ -28,6 +33,8 @@ use crate::{AnswerPolicy, Reward, RewardError, RewardInput, RewardOptions};
 const IMAGES: &str = "{images}";
 const MAX_IMAGES: usize = 16;
 const MAX_IMAGE_BYTES: u64 = 8 << 20;
+/// Largest number of questions whose mean answers are metrics of a step.
+const MAX_METRICS: usize = 64;
 
 /// Default question to the judge.
 pub(super) const TEMPLATE: &str = "You grade answers. Compare the answer with the reference.\n\n\
@@ -39,17 +46,36 @@ struct Judge {
     url: String,
     options: ExternalOptions,
     client: Client,
+    /// Request to the judge, with places for texts.
+    template: String,
+    /// Questions to answer; `None` for one number.
+    rubric: Option<Rubric>,
+    log: Log,
 }
 
+/// Creates a reward that asks for one number, or for the answers to a rubric.
 pub(super) fn reward(
     url: &str,
     name: String,
+    rubric: Option<Rubric>,
     options: &RewardOptions,
 ) -> Result<Box<dyn Reward>, RewardError> {
     let options = options.external.clone();
     let client = Client::new(url, &name, &options, options.judge_api_key.as_deref())?;
     let url = format!("{}/chat/completions", url.trim_end_matches('/'));
-    Ok(Box::new(Judge { name, url, options, client }))
+    let template = rubric.as_ref().map_or(&options.judge_template, |rubric| &rubric.template).clone();
+    Ok(Box::new(Judge { name, url, options, client, template, rubric, log: Log::default() }))
+}
+
+/// Splits what follows `rubric:` into the file, if there is one, and the address of the judge. Returns `None` without an address.
+pub(super) fn rubric_parts(target: &str) -> Option<(Option<&Path>, &str)> {
+    let starts = |text: &str| ["http://", "https://"].iter().any(|scheme| text.starts_with(scheme));
+    if starts(target) {
+        return Some((None, target));
+    }
+    // The address may contain a user's name, and the path any character.
+    let (at, _) = target.match_indices('@').find(|(at, _)| starts(&target[at + 1..]))?;
+    (at > 0).then(|| (Some(Path::new(&target[..at])), &target[at + 1..]))
 }
 
 #[derive(Deserialize)]
@@ -73,44 +99,38 @@ impl Reward for Judge {
     }
 
     fn range(&self) -> (f64, f64) {
-        self.options.range.unwrap_or((0.0, 1.0))
+        let usual = || self.options.range.unwrap_or((0.0, 1.0));
+        self.rubric.as_ref().map_or_else(usual, Rubric::range)
     }
 
     fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
-        let (low, high) = self.range();
+        self.log.take();
         spread(batch, 1, self.options.pool_size, |_, range, rows| {
             let named = rows_name(&range, batch);
-            let mut values = Vec::with_capacity(rows.len());
-            for input in rows {
-                let question = self.question(input)?;
-                let body = json!({
-                    "model": self.options.judge_model,
-                    "temperature": 0,
-                    "messages": [{"role": "user", "content": question}],
-                });
-                let value = attempts(&self.name, &named, &self.options, self.options.backoff, || {
-                    let reply: Reply = self.client.post(&self.url, &body)?;
-                    let text = reply.choices.into_iter().next().and_then(|choice| choice.message.content);
-                    let text = text.unwrap_or_default();
-                    number(&text).filter(|value| (low..=high).contains(value)).ok_or_else(|| {
-                        Failure::Passing(format!(
-                            "no number in {low}..={high} in the reply `{}`",
-                            excerpt(&text)
-                        ))
-                    })
-                })?;
-                values.push(Some(value));
-            }
-            Ok(values)
+            rows.iter().map(|input| self.grade(input, &named, range.clone())).collect()
         })
     }
 
-    /// Checks the row's media if they will be sent, so that an unusable row is found early.
+    fn take_logged(&self) -> Logged {
+        let mut logged = self.log.take();
+        // The rows of a column may each have names of their own.
+        while logged.metrics.len() > MAX_METRICS {
+            logged.metrics.pop_last();
+        }
+        logged
+    }
+
+    /// Checks the row's questions, and its media if they will be sent, so that an unusable row is found early.
     fn applies(&self, row: &RewardInput<'_>) -> Result<Option<bool>, RewardError> {
-        if self.options.judge_template.contains(IMAGES) {
+        if let Some(rubric) = &self.rubric
+            && rubric.of_row(row).map_err(|what| self.unusable(row, what))?.is_none()
+        {
+            return Ok(Some(false));
+        }
+        if self.template.contains(IMAGES) {
             let each = |path: &std::path::PathBuf| image_type(path, &start_of(path)?);
             let all = row.media_paths.iter().map(each).collect::<Result<Vec<_>, String>>();
-            all.and_then(|all| few_enough(all.len())).map_err(|what| self.unsendable(row, what))?;
+            all.and_then(|all| few_enough(all.len())).map_err(|what| self.unusable(row, what))?;
         }
         Ok(None)
     }
@@ -124,22 +144,68 @@ impl Reward for Judge {
 }
 
 impl Judge {
-    fn unsendable(&self, input: &RewardInput<'_>, what: String) -> RewardError {
+    /// Asks about one completion, which is the row `range` of the batch and has the name `named` in errors.
+    fn grade(
+        &self,
+        input: &RewardInput<'_>,
+        named: &str,
+        range: Range<usize>,
+    ) -> Result<Option<f64>, RewardError> {
+        let code = code(input.key, input.completion);
+        let questions = match &self.rubric {
+            None => None,
+            Some(rubric) => match rubric.of_row(input).map_err(|what| self.unusable(input, what))? {
+                None => {
+                    let columns = BTreeMap::from([(self.name.clone(), vec![Value::Null])]);
+                    self.log.add(range, Logged { metrics: BTreeMap::new(), columns });
+                    return Ok(None);
+                }
+                questions => questions,
+            },
+        };
+        let asked = questions.as_ref().map(|questions| questions.asked(&code));
+        let body = json!({
+            "model": self.options.judge_model,
+            "temperature": 0,
+            "messages": [{"role": "user", "content": self.request(input, asked.as_deref().map(|asked| (asked, &*code)))?}],
+        });
+        let (low, high) = self.range();
+        attempts(&self.name, named, &self.options, self.options.backoff, || {
+            let reply: Reply = self.client.post(&self.url, &body)?;
+            let text = reply.choices.into_iter().next().and_then(|choice| choice.message.content);
+            let text = text.unwrap_or_default();
+            let said = after_thinking(&text);
+            let wrong = |what: String| Failure::Passing(format!("{what} `{}`", excerpt(&text)));
+            let Some(questions) = &questions else {
+                let value = number(said).filter(|value| (low..=high).contains(value));
+                return value
+                    .map(Some)
+                    .ok_or_else(|| wrong(format!("no number in {low}..={high} in the reply")));
+            };
+            let verdict = questions.read(said, &code).map_err(wrong)?;
+            let columns = BTreeMap::from([(self.name.clone(), vec![verdict.record.into()])]);
+            self.log.add(range.clone(), Logged { metrics: verdict.numbers.into_iter().collect(), columns });
+            Ok(Some(verdict.reward))
+        })
+    }
+
+    fn unusable(&self, input: &RewardInput<'_>, what: String) -> RewardError {
         RewardError::Row { reward: self.name.clone(), row: row_name(0, input), what }
     }
 
-    /// Returns the content of the message: a text, or a list of parts if the template has pictures.
-    fn question(&self, input: &RewardInput<'_>) -> Result<Value, RewardError> {
-        let Some((before, after)) = self.options.judge_template.split_once(IMAGES) else {
-            return Ok(filled(&self.options.judge_template, input).into());
+    /// Returns the content of the message: a text, or a list of parts if the template has pictures. `asked` are the questions of a
+    /// rubric and the completion's code.
+    fn request(&self, input: &RewardInput<'_>, asked: Option<(&str, &str)>) -> Result<Value, RewardError> {
+        let Some((before, after)) = self.template.split_once(IMAGES) else {
+            return Ok(filled(&self.template, input, asked).into());
         };
-        few_enough(input.media_paths.len()).map_err(|what| self.unsendable(input, what))?;
-        let mut parts = vec![json!({"type": "text", "text": filled(before, input)})];
+        few_enough(input.media_paths.len()).map_err(|what| self.unusable(input, what))?;
+        let mut parts = vec![json!({"type": "text", "text": filled(before, input, asked)})];
         for path in input.media_paths {
-            let url = data_url(path).map_err(|what| self.unsendable(input, what))?;
+            let url = data_url(path).map_err(|what| self.unusable(input, what))?;
             parts.push(json!({"type": "image_url", "image_url": {"url": url}}));
         }
-        parts.push(json!({"type": "text", "text": filled(after, input)}));
+        parts.push(json!({"type": "text", "text": filled(after, input, asked)}));
         parts.retain(|part| part["text"].as_str().is_none_or(|text| !text.trim().is_empty()));
         Ok(parts.into())
     }
@@ -186,21 +252,26 @@ fn image_type(path: &Path, bytes: &[u8]) -> Result<&'static str, String> {
 }
 
 /// Fills the template with the row's texts. Braces in these texts are not placeholders.
-fn filled(template: &str, input: &RewardInput<'_>) -> String {
+fn filled(template: &str, input: &RewardInput<'_>, asked: Option<(&str, &str)>) -> String {
     let answer = content(input.completion, "answer", AnswerPolicy::Last).unwrap_or(input.completion);
     let solution = input.solution.unwrap_or_default();
     let accepted = golds(solution, AnswerPolicy::Last).map(|all| all.join(" or "));
+    let solution = accepted.as_deref().unwrap_or(solution);
+    let reference = if solution.is_empty() { String::new() } else { format!("Reference:\n{solution}\n\n") };
+    let mut places = vec![
+        ("{prompt}", input.prompt),
+        ("{completion}", input.completion),
+        ("{answer}", answer.trim()),
+        ("{solution}", solution),
+    ];
+    if let Some((questions, code)) = asked {
+        places.extend([("{questions}", questions), ("{code}", code), ("{reference}", &*reference)]);
+    }
     let mut out = String::with_capacity(template.len() + input.prompt.len() + input.completion.len());
     let mut rest = template;
     while let Some(at) = rest.find('{') {
         out.push_str(&rest[..at]);
         rest = &rest[at..];
-        let places = [
-            ("{prompt}", input.prompt),
-            ("{completion}", input.completion),
-            ("{answer}", answer.trim()),
-            ("{solution}", accepted.as_deref().unwrap_or(solution)),
-        ];
         if let Some((place, text)) = places.iter().find(|(place, _)| rest.starts_with(place)) {
             out.push_str(text);
             rest = &rest[place.len()..];
@@ -213,12 +284,16 @@ fn filled(template: &str, input: &RewardInput<'_>) -> String {
     out
 }
 
-/// Returns the first number after the judge's thinking.
+/// Returns what a reply says after the judge's thinking.
+fn after_thinking(reply: &str) -> &str {
+    let thought = tags(reply, &["think"]).filter(|tag| tag.close).last();
+    thought.map_or(reply, |tag| &reply[tag.end..])
+}
+
+/// Returns the first number of a text.
 fn number(reply: &str) -> Option<f64> {
     // The expression is constant. If it did not compile, the first test would fail.
     static NUMBER: LazyLock<Option<Regex>> = LazyLock::new(|| Regex::new(r"-?\d+(?:\.\d+)?").ok());
-    let thought = tags(reply, &["think"]).filter(|tag| tag.close).last();
-    let reply = thought.map_or(reply, |tag| &reply[tag.end..]);
     NUMBER.as_ref()?.find(reply)?.as_str().parse().ok()
 }
 

@@ -1,4 +1,5 @@
-//! Rewards outside this process: programs that speak JSON lines ([`command`]), HTTP endpoints ([`http`]), judges ([`judge`]).
+//! Rewards outside this process: programs that speak JSON lines ([`command`]), HTTP endpoints ([`http`]), judges ([`judge`]) and their
+//! rubrics ([`rubric`]).
 //!
 //! A request contains a batch of rows. Its answer contains a number or null for each row:
 //!
@@ -32,13 +33,14 @@ mod caller;
 mod command;
 mod http;
 mod judge;
+mod rubric;
 mod unreadable;
 
 pub use caller::{CallError, Caller};
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{LazyLock, Mutex, OnceLock};
 use std::time::Duration;
@@ -99,8 +101,8 @@ impl Default for ExternalOptions {
     }
 }
 
-/// Creates the scorer of a spec such as `cmd:"python reward.py"`, `reward.py:function`, `https://…`, `judge:http://…`, or one of
-/// these after `name=`. Returns `None` if the spec has another form.
+/// Creates the scorer of a spec such as `cmd:"python reward.py"`, `reward.py:function`, `https://…`, `judge:http://…`,
+/// `rubric:care.yaml@http://…`, or one of these after `name=`. Returns `None` if the spec has another form.
 pub(crate) fn from_spec(spec: &str, options: &RewardOptions) -> Option<Result<Box<dyn Reward>, RewardError>> {
     let is_external = |text: &str| is_called(text) || python_function(text).is_some();
     let (name, target) = match spec.split_once('=') {
@@ -124,16 +126,37 @@ pub(crate) fn from_spec(spec: &str, options: &RewardOptions) -> Option<Result<Bo
     } else if let (false, Some((file, function))) = (is_called(target), python_function(target)) {
         command::python_reward(file, function, name, options)
     } else if let Some(url) = target.strip_prefix("judge:") {
-        judge::reward(url, named("judge"), options)
+        judge::reward(url, named("judge"), None, options)
+    } else if let Some(target) = target.strip_prefix("rubric:") {
+        rubric_reward(target, named("rubric"), options)
     } else {
         http::reward(target, named("http"), options)
     })
 }
 
+/// Creates the reward of `rubric:…`.
+fn rubric_reward(
+    target: &str,
+    name: String,
+    options: &RewardOptions,
+) -> Result<Box<dyn Reward>, RewardError> {
+    let problem = |what: String| RewardError::Setting { reward: name.clone(), what };
+    let Some((file, url)) = judge::rubric_parts(target) else {
+        return Err(problem(format!(
+            "got `rubric:{}`, expected the judge's address after the file: `rubric:FILE.yaml@http://host/v1`, or without a file \
+             `rubric:http://host/v1`",
+            redacted(target)
+        )));
+    };
+    let rubric = rubric::Rubric::read(file).map_err(problem)?;
+    judge::reward(url, name.clone(), Some(rubric), options)
+}
+
 /// Returns true for a command or an address, which may contain the name of a Python file.
 fn is_called(spec: &str) -> bool {
     let address = spec.strip_prefix("judge:").unwrap_or(spec);
-    ["http://", "https://"].iter().any(|scheme| address.starts_with(scheme)) || spec.starts_with("cmd:")
+    let is_address = ["http://", "https://"].iter().any(|scheme| address.starts_with(scheme));
+    is_address || spec.starts_with("cmd:") || spec.starts_with("rubric:")
 }
 
 /// Splits `FILE.py:FUNCTION` into file and function.
@@ -144,13 +167,17 @@ fn python_function(text: &str) -> Option<(&str, &str)> {
     (is_name && file.ends_with(".py") && file.len() > 3).then_some((file, function))
 }
 
-/// Returns the files of a spec that determine its scores. For `FILE.py:FUNCTION` this is the file, for `cmd:…` the first argument
-/// that is a file. Further arguments may be logs that the program writes. Files that the program imports are not included.
+/// Returns the files of a spec that determine its scores. For `FILE.py:FUNCTION` and `rubric:FILE@…` this is the file, for `cmd:…` the
+/// first argument that is a file. Further arguments may be logs that the program writes. Files that the program imports are not included.
 pub fn spec_files(spec: &str) -> Vec<PathBuf> {
     let target = spec.split_once('=').map_or(spec, |(name, target)| match name.contains(':') {
         true => spec,
         false => target,
     });
+    if let Some(target) = target.strip_prefix("rubric:") {
+        let file = judge::rubric_parts(target).and_then(|(file, _)| file);
+        return file.filter(|path| path.is_file()).map(Path::to_owned).into_iter().collect();
+    }
     let words = match target.strip_prefix("cmd:") {
         Some(command) => shlex::split(command.trim().trim_matches('"')).unwrap_or_default(),
         None => python_function(target).map(|(file, _)| file.to_owned()).into_iter().collect(),

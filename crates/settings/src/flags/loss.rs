@@ -5,7 +5,9 @@ use crate::Settings;
 use crate::names::words;
 use crate::values::Field as _;
 use Kind::{Bool, Choice, Text};
-use omnigrpo_grpo::{AdvantageKind, Aggregation, CorrectionKind, Kl, RatioLevel, Recipe, Surrogate};
+use omnigrpo_grpo::{
+    AdvantageKind, Aggregation, CorrectionKind, Covariance, Kl, RatioLevel, Recipe, Surrogate,
+};
 use omnigrpo_train::SyncReference;
 
 /// Returns the choices of the deviation by which centred rewards are divided.
@@ -15,7 +17,10 @@ fn deviations() -> Vec<(&'static str, &'static str)> {
 
 fn no_clip(s: &Settings) -> Option<&'static str> {
     match s.algorithm.loss.surrogate {
-        Surrogate::Clip { .. } | Surrogate::Cispo { .. } | Surrogate::GeometricMean { .. } => None,
+        Surrogate::Clip { .. }
+        | Surrogate::Cispo { .. }
+        | Surrogate::GeometricMean { .. }
+        | Surrogate::Dppo { .. } => None,
         Surrogate::Vespo { .. } => Some("the recipe of `loss_type` has a smooth weight and no clip"),
         Surrogate::Ratio => Some("the recipe of `loss_type` does not clip the ratio"),
         Surrogate::Sapo { .. } => Some("the recipe of `loss_type` has a smooth gate and no clip"),
@@ -35,6 +40,14 @@ fn no_gate(s: &Settings) -> Option<&'static str> {
 
 fn no_weight(s: &Settings) -> Option<&'static str> {
     (!matches!(s.algorithm.loss.surrogate, Surrogate::Vespo { .. })).then_some("`loss_type` is not vespo")
+}
+
+fn no_clip_cov(s: &Settings) -> Option<&'static str> {
+    (!matches!(s.algorithm.loss.covariance, Covariance::Clip { .. })).then_some("`loss_type` is not clip_cov")
+}
+
+fn no_kl_cov(s: &Settings) -> Option<&'static str> {
+    (!matches!(s.algorithm.loss.covariance, Covariance::Kl { .. })).then_some("`loss_type` is not kl_cov")
 }
 
 fn no_bound(s: &Settings) -> Option<&'static str> {
@@ -64,20 +77,20 @@ fn uncorrected(s: &Settings) -> Option<&'static str> {
     (!s.algorithm.loss.correction.is_on()).then_some("`importance_sampling_correction` is off")
 }
 
-/// Returns the place of a number of one surrogate.
+/// Returns the place of a number of one surrogate or one covariance.
 macro_rules! part_of {
-    ($surrogate:ident $field:ident $([$at:literal])?) => {
+    ($choice:ident: $kind:ident::$variant:ident $field:ident $([$at:literal])?) => {
         Place {
             field: "",
             set: |s, v| {
-                if let Surrogate::$surrogate { $field, .. } = &mut s.algorithm.loss.surrogate {
+                if let $kind::$variant { $field, .. } = &mut s.algorithm.loss.$choice {
                     let part: &mut f64 = &mut (*$field)$([$at])?;
                     *part = take(v)?;
                 }
                 Ok(())
             },
-            get: |s| match s.algorithm.loss.surrogate {
-                Surrogate::$surrogate { $field, .. } => $field$([$at])?.value(),
+            get: |s| match s.algorithm.loss.$choice {
+                $kind::$variant { $field, .. } => $field$([$at])?.value(),
                 _ => None,
             },
         }
@@ -261,21 +274,27 @@ pub const FLAGS: &[Flag] = &[
             set: |s, v| {
                 let epsilon = take(v)?;
                 // One value sets both bounds, as in TRL.
-                if let Surrogate::Clip { low, high, .. } | Surrogate::GeometricMean { low, high } =
-                    &mut s.algorithm.loss.surrogate
+                if let Surrogate::Clip { low, high, .. }
+                | Surrogate::GeometricMean { low, high }
+                | Surrogate::Dppo { low, high, .. } = &mut s.algorithm.loss.surrogate
                 {
                     (*low, *high) = (epsilon, epsilon);
                 }
                 Ok(())
             },
             get: |s| match s.algorithm.loss.surrogate {
-                Surrogate::Clip { low, .. } | Surrogate::GeometricMean { low, .. } => low.value(),
+                Surrogate::Clip { low, .. }
+                | Surrogate::GeometricMean { low, .. }
+                | Surrogate::Dppo { low, .. } => low.value(),
                 _ => None,
             },
         },
         GRPO,
     )
-    .help("Lower clip distance of the ratio from 1; for gmpo of the log-ratio from 0.")
+    .help(
+        "Lower clip distance of the ratio from 1; for gmpo of the log-ratio from 0; for dppo the bound of the \
+         divergence for negative advantages.",
+    )
     .unset("the recipe's; 0.2 for grpo")
     .of_recipe()
     .idle(|s, _| no_lower_clip(s)),
@@ -287,6 +306,7 @@ pub const FLAGS: &[Flag] = &[
                 match &mut s.algorithm.loss.surrogate {
                     Surrogate::Clip { high: bound, .. }
                     | Surrogate::GeometricMean { high: bound, .. }
+                    | Surrogate::Dppo { high: bound, .. }
                     | Surrogate::Cispo { cap: bound } => *bound = take(v)?,
                     _ => {}
                 }
@@ -295,6 +315,7 @@ pub const FLAGS: &[Flag] = &[
             get: |s| match s.algorithm.loss.surrogate {
                 Surrogate::Clip { high: bound, .. }
                 | Surrogate::GeometricMean { high: bound, .. }
+                | Surrogate::Dppo { high: bound, .. }
                 | Surrogate::Cispo { cap: bound } => bound.value(),
                 _ => None,
             },
@@ -302,7 +323,8 @@ pub const FLAGS: &[Flag] = &[
         GRPO,
     )
     .help(
-        "Upper clip distance of the ratio from 1; for gmpo of the log-ratio from 0; for cispo the largest ratio itself.",
+        "Upper clip distance of the ratio from 1; for gmpo of the log-ratio from 0; for dppo the bound of \
+         the divergence for positive advantages; for cispo the largest ratio itself.",
     )
     .unset("`epsilon`, or the recipe's")
     .of_recipe()
@@ -312,20 +334,23 @@ pub const FLAGS: &[Flag] = &[
         float(1.0, BIG),
         Place { field: "algorithm.loss.surrogate.delta",
             set: |s, v| {
-                if let Surrogate::Clip { delta, .. } = &mut s.algorithm.loss.surrogate {
-                    *delta = Some(take(v)?);
+                match &mut s.algorithm.loss.surrogate {
+                    Surrogate::Clip { delta, .. } => *delta = Some(take(v)?),
+                    Surrogate::Dppo { cap, .. } => *cap = take(v)?,
+                    _ => {}
                 }
                 Ok(())
             },
             get: |s| match s.algorithm.loss.surrogate {
                 Surrogate::Clip { delta, .. } => delta.value(),
+                Surrogate::Dppo { cap, .. } => cap.value(),
                 _ => None,
             },
         },
         GRPO,
     )
-    .help("Upper bound of the unclipped ratio, for negative advantages.")
-    .unset("off")
+    .help("Upper bound of the unclipped ratio, for negative advantages; for dppo of every ratio.")
+    .unset("off; 20 for dppo")
     .idle(|s, _| no_bound(s)),
     row("off_policy_mask_threshold", float(0.0, BIG), at!(algorithm.loss.off_policy_threshold), GRPO)
         .help(
@@ -334,36 +359,61 @@ pub const FLAGS: &[Flag] = &[
         )
         .alias(&["off_policy_sequence_mask_delta"])
         .unset("off"),
-    row("sapo_temperature_pos", float(1e-6, BIG), part_of!(Sapo pos), GRPO)
+    row("sapo_temperature_pos", float(1e-6, BIG), part_of!(surrogate: Surrogate::Sapo pos), GRPO)
         .help("Steepness of the gate of sapo for positive advantages.")
         .unset("the recipe's; 1 for sapo")
         .of_recipe()
         .idle(|s, _| no_gate(s)),
-    row("sapo_temperature_neg", float(1e-6, BIG), part_of!(Sapo neg), GRPO)
+    row("sapo_temperature_neg", float(1e-6, BIG), part_of!(surrogate: Surrogate::Sapo neg), GRPO)
         .help("Steepness of the gate of sapo for the other advantages; steeper ones learn less from unlikely tokens.")
         .unset("the recipe's; 1.05 for sapo")
         .of_recipe()
         .idle(|s, _| no_gate(s)),
-    row("vespo_k_pos", float(0.0, BIG), part_of!(Vespo pos[0]), GRPO)
+    row("vespo_k_pos", float(0.0, BIG), part_of!(surrogate: Surrogate::Vespo pos[0]), GRPO)
         .help("Weight of vespo for advantages of at least 0: the power of the ratio.")
         .unset("the recipe's; 2 for vespo")
         .of_recipe()
         .idle(|s, _| no_weight(s)),
-    row("vespo_lambda_pos", float(0.0, BIG), part_of!(Vespo pos[1]), GRPO)
+    row("vespo_lambda_pos", float(0.0, BIG), part_of!(surrogate: Surrogate::Vespo pos[1]), GRPO)
         .help("Weight of vespo for advantages of at least 0: how fast the weight falls as the ratio rises.")
         .unset("the recipe's; 3 for vespo")
         .of_recipe()
         .idle(|s, _| no_weight(s)),
-    row("vespo_k_neg", float(0.0, BIG), part_of!(Vespo neg[0]), GRPO)
+    row("vespo_k_neg", float(0.0, BIG), part_of!(surrogate: Surrogate::Vespo neg[0]), GRPO)
         .help("Weight of vespo for negative advantages: the power of the ratio.")
         .unset("the recipe's; 3 for vespo")
         .of_recipe()
         .idle(|s, _| no_weight(s)),
-    row("vespo_lambda_neg", float(0.0, BIG), part_of!(Vespo neg[1]), GRPO)
+    row("vespo_lambda_neg", float(0.0, BIG), part_of!(surrogate: Surrogate::Vespo neg[1]), GRPO)
         .help("Weight of vespo for negative advantages: how fast the weight falls as the ratio rises.")
         .unset("the recipe's; 2 for vespo")
         .of_recipe()
         .idle(|s, _| no_weight(s)),
+    row("clip_cov_ratio", float(0.0, 1.0), part_of!(covariance: Covariance::Clip share), GRPO)
+        .help("Share of the tokens of a step that clip_cov leaves out of the policy term.")
+        .unset("the recipe's; 0.0002 for clip_cov")
+        .of_recipe()
+        .idle(|s, _| no_clip_cov(s)),
+    row("clip_cov_lb", float(-BIG, BIG), part_of!(covariance: Covariance::Clip low), GRPO)
+        .help("Lower bound of the covariance of the tokens among which clip_cov chooses.")
+        .unset("the recipe's; 1 for clip_cov")
+        .of_recipe()
+        .idle(|s, _| no_clip_cov(s)),
+    row("clip_cov_ub", float(-BIG, BIG), part_of!(covariance: Covariance::Clip high), GRPO)
+        .help("Upper bound of the covariance of the tokens among which clip_cov chooses.")
+        .unset("the recipe's; 5 for clip_cov")
+        .of_recipe()
+        .idle(|s, _| no_clip_cov(s)),
+    row("kl_cov_ratio", float(0.0, 1.0), part_of!(covariance: Covariance::Kl share), GRPO)
+        .help("Share of the tokens of a step, those with the largest covariance, on which kl_cov sets its penalty.")
+        .unset("the recipe's; 0.0002 for kl_cov")
+        .of_recipe()
+        .idle(|s, _| no_kl_cov(s)),
+    row("ppo_kl_coef", float(0.0, BIG), part_of!(covariance: Covariance::Kl coef), GRPO)
+        .help("Weight of the penalty of kl_cov: the distance of a token's log-probability from that of sampling.")
+        .unset("the recipe's; 1 for kl_cov")
+        .of_recipe()
+        .idle(|s, _| no_kl_cov(s)),
     row("num_iterations", int(1, 1024), at!(run.num_iterations), GRPO)
         .help("Optimizer passes over the completions of each rollout."),
     row(

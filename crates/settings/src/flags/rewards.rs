@@ -39,6 +39,13 @@ fn no_judge(s: &Settings, _: Verb) -> Option<&'static str> {
     none.then_some("`reward_funcs` has no `judge:…`")
 }
 
+fn no_judge_or_rubric(s: &Settings, verb: Verb) -> Option<&'static str> {
+    let asks = |spec: &String| spec.contains("rubric:") && spec.contains("://");
+    no_judge(s, verb)
+        .filter(|_| !s.rewards.funcs.iter().any(asks))
+        .map(|_| "`reward_funcs` has no `judge:…` and no `rubric:…`")
+}
+
 fn no_other_process(s: &Settings, verb: Verb) -> Option<&'static str> {
     let outside = |spec: &String| ["cmd:", ".py:", "://"].iter().any(|mark| spec.contains(mark));
     if s.turns.environment.iter().any(outside) {
@@ -211,9 +218,9 @@ pub const FLAGS: &[Flag] = &[
         .idle(no_other_process)
         .per_rank(),
     row("judge_model", Text, at!(rewards.options.external.judge_model), REWARDED)
-        .help("Model that a `judge:http://…` reward asks for.")
+        .help("Model that a `judge:http://…` or `rubric:…` reward asks for.")
         .unset("the server's")
-        .idle(no_judge),
+        .idle(no_judge_or_rubric),
     row("judge_prompt", Path, at!(rewards.judge_prompt), REWARDED)
         .help(
             "File with the question that a `judge:` reward asks. `{prompt}`, `{solution}`, and `{answer}` or \

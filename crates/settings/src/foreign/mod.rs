@@ -551,6 +551,48 @@ mod tests {
         assert!(matches!(of(Some("512")), Some(Dropped(_))));
         assert!(matches!(of(Some("100")), Some(Refused(_))));
         assert_eq!(of(None), Some(Becomes("gradient_accumulation_steps", "512".into())));
+        // Estimators and losses as verl, EasyR1, ms-swift and SkyRL name them.
+        let alone = |name, value| fate(name, value, |_| None);
+        for name in
+            ["algorithm.adv_estimator", "advantage_estimator", "trainer.algorithm.advantage_estimator"]
+        {
+            for (value, own) in [
+                ("grpo_passk", "grpo_passk"),
+                ("rloo", "rloo"),
+                ("rloo_vectorized", "rloo"),
+                ("reinforce_plus_plus", "reinforce_plus_plus"),
+                ("reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline"),
+                ("reinforce++", "reinforce_plus_plus"),
+                ("maxrl", "maxrl"),
+            ] {
+                assert_eq!(alone(name, value), Some(Becomes("advantage", own.into())), "{name} {value}");
+            }
+            assert!(matches!(alone(name, "grpo"), Some(Dropped(_))));
+            assert!(matches!(alone(name, "gae"), Some(Refused(_))));
+        }
+        for name in [
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            "worker.actor.loss_type",
+            "trainer.algorithm.policy_loss_type",
+        ] {
+            for (value, own) in [
+                ("gspo", "gspo"),
+                ("gspo_token", "gspo"),
+                ("geo_mean", "gmpo"),
+                ("clip_cov", "clip_cov"),
+                ("kl_cov", "kl_cov"),
+                ("dppo", "dppo_tv"),
+            ] {
+                assert_eq!(alone(name, value), Some(Becomes("loss_type", own.into())), "{name} {value}");
+            }
+            let Some(BecomesAll(settings)) = alone(name, "dppo_kl") else { panic!("{name}") };
+            assert_eq!(settings[0], ("loss_type", "dppo_kl".to_owned()));
+            assert!(settings.iter().all(|(setting, value)| is_read(setting, value)));
+            assert!(matches!(alone(name, "gpg"), Some(Refused(_))));
+        }
+        let share = |mode| fate("actor_rollout_ref.actor.policy_loss.clip_cov_ratio", "0.01", move |_| mode);
+        assert_eq!(share(Some("clip_cov")), Some(Becomes("clip_cov_ratio", "0.01".into())));
+        assert!(matches!(share(Some("kl_cov")), Some(Dropped(_))) && matches!(share(None), Some(Dropped(_))));
         assert_eq!(dotted("+data.seed=1"), Some(("data.seed", "1")));
         assert_eq!(dotted("mine=cmd:./reward.py"), None);
         assert_eq!(dotted("http://a.b/c?d=e"), None);

@@ -6,6 +6,8 @@
 
 use super::Fate::{self, Becomes, BecomesAll, Depends, Dropped, Lost, Partly, Refused};
 use super::{IN_PROCESS, Row, off, on};
+use crate::names::{name_of, named};
+use omnigrpo_grpo::{AdvantageKind, Recipe};
 
 const TEMPLATE: &str = "the checkpoint's chat template formats the prompts";
 const LENGTHS: &str = "leave it out: the reward uses the constants of its source (`omnigrpo rewards list`)";
@@ -19,6 +21,17 @@ const SPLITS: &str =
 /// Returns the reward for a function in a file. verl's own name for the function is the default.
 fn scored_by(path: &str, name: Option<&str>) -> Fate {
     Becomes("reward_funcs", format!("{path}:{}", name.unwrap_or("compute_score")))
+}
+
+/// verl's name of the loss.
+const LOSS_MODE: &str = "actor_rollout_ref.actor.policy_loss.loss_mode";
+
+/// Keeps a number of one loss of verl if that is the loss.
+fn of_mode(name: &'static str, value: &str, is_mode: bool) -> Fate {
+    match is_mode {
+        true => Becomes(name, value.to_owned()),
+        false => Dropped("it belongs to another loss than `loss_mode`"),
+    }
 }
 
 /// Rows of the table of settings.
@@ -92,14 +105,17 @@ pub(super) const TABLE: &[Row] = &[
         _ => Refused(LENGTHS),
     }),
     (&["repetition_max_penalty"], |v| given(v, &["-1", "-1.0"])),
-    (&["advantage_estimator"], |v| match v {
-        "grpo" => Dropped("advantages are computed per group"),
-        "rloo_vectorized" => Becomes("advantage", "rloo".into()),
-        v @ ("rloo" | "grpo_passk" | "reinforce_plus_plus" | "reinforce_plus_plus_baseline") => {
-            Becomes("advantage", v.into())
-        }
-        _ => {
-            Refused("use `advantage`: rloo, grpo_passk, reinforce_plus_plus or reinforce_plus_plus_baseline")
+    // The second name is that of verl and EasyR1, the third that of SkyRL.
+    (&["advantage_estimator", "algorithm.adv_estimator", "trainer.algorithm.advantage_estimator"], |v| {
+        match v {
+            "grpo" | "grpo_vectorized" => Dropped("advantages are computed per group"),
+            "gdpo" => Refused("use `multi_objective_aggregation` normalize_then_sum"),
+            v => named::<AdvantageKind>(v).and_then(name_of).map_or(
+                Refused(
+                    "use `advantage`: rloo, grpo_passk, reinforce_plus_plus, reinforce_plus_plus_baseline or maxrl",
+                ),
+                |name| Becomes("advantage", name.into()),
+            ),
         }
     }),
     (&["stop_words"], |v| match v.trim_start_matches('[').trim_end_matches(']') {
@@ -210,17 +226,42 @@ pub(super) const TABLE: &[Row] = &[
         "constant" => Becomes("lr_scheduler_type", "constant_with_warmup".into()),
         v => Becomes("lr_scheduler_type", v.into()),
     }),
-    (&["worker.actor.loss_type"], |v| match v {
-        "default" => Dropped("`loss_type` sets the GRPO loss"),
-        "gspo" | "cispo" | "sapo" => Becomes("loss_type", v.into()),
-        "gspo_token" => Becomes("loss_type", "gspo".into()),
-        _ => Refused("use `loss_type`: grpo, dapo, gspo, cispo or sapo"),
+    (
+        &[
+            "worker.actor.loss_type",
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            "trainer.algorithm.policy_loss_type",
+        ],
+        |v| match v {
+            "default" | "vanilla" | "regular" => Dropped("`loss_type` sets the GRPO loss"),
+            "dual_clip" => Refused("use `delta`, the bound of the unclipped ratio"),
+            // The bounds are verl's own defaults, unless the source names others.
+            "dppo_tv" | "dppo_kl" => {
+                let bounds =
+                    [("epsilon", "0.2"), ("delta", "3")].map(|(name, value)| (name, value.to_owned()));
+                BecomesAll([vec![("loss_type", v.to_owned())], bounds.to_vec()].concat())
+            }
+            "gspo" | "gspo_token" | "sapo" | "cispo" | "geo_mean" | "clip_cov" | "kl_cov" | "dppo" => {
+                let name = named::<&'static Recipe>(v).and_then(name_of).unwrap_or(v);
+                Becomes("loss_type", name.into())
+            }
+            _ => Refused("`loss_type` has no such loss; `omnigrpo help loss_type` lists the losses"),
+        },
+    ),
+    (&["actor_rollout_ref.actor.policy_loss.clip_cov_ratio"], |_| {
+        Depends(LOSS_MODE, |v, mode| of_mode("clip_cov_ratio", v, mode == Some("clip_cov")))
     }),
-    (&["actor_rollout_ref.actor.policy_loss.loss_mode"], |v| match v {
-        "vanilla" => Dropped("`loss_type` sets the GRPO loss"),
-        "gspo" | "sapo" | "cispo" => Becomes("loss_type", v.into()),
-        "geo_mean" => Becomes("loss_type", "gmpo".into()),
-        _ => Refused("use `loss_type`: grpo, dapo, gspo, cispo, sapo or gmpo"),
+    (&["actor_rollout_ref.actor.policy_loss.clip_cov_lb"], |_| {
+        Depends(LOSS_MODE, |v, mode| of_mode("clip_cov_lb", v, mode == Some("clip_cov")))
+    }),
+    (&["actor_rollout_ref.actor.policy_loss.clip_cov_ub"], |_| {
+        Depends(LOSS_MODE, |v, mode| of_mode("clip_cov_ub", v, mode == Some("clip_cov")))
+    }),
+    (&["actor_rollout_ref.actor.policy_loss.kl_cov_ratio"], |_| {
+        Depends(LOSS_MODE, |v, mode| of_mode("kl_cov_ratio", v, mode == Some("kl_cov")))
+    }),
+    (&["actor_rollout_ref.actor.policy_loss.ppo_kl_coef"], |_| {
+        Depends(LOSS_MODE, |v, mode| of_mode("ppo_kl_coef", v, mode == Some("kl_cov")))
     }),
     // verl uses the lower bound if both are given.
     (&["actor_rollout_ref.actor.clip_ratio"], |_| {
@@ -257,10 +298,6 @@ pub(super) const TABLE: &[Row] = &[
         "token_mean" | "token-mean" | "token" => Becomes("loss_agg", "token_mean".into()),
         "seq_mean_token_mean" | "seq-mean-token-mean" | "seq" => Becomes("loss_agg", "seq_mean".into()),
         _ => Refused("use `loss_agg`"),
-    }),
-    (&["algorithm.adv_estimator"], |v| match v {
-        "grpo" => Dropped("advantages are computed per group"),
-        _ => Refused("leave it out: advantages are computed per group (`advantage`)"),
     }),
     (&["algorithm.use_kl_in_reward"], |v| match on(v) {
         Some(false) => Dropped("the KL is part of the loss"),

@@ -13,7 +13,7 @@ fn by_picture(input: &RewardInput) -> f64 {
     if input.prompt.contains("colour") { 0.5 } else { input.key.sample as f64 }
 }
 
-fn metric(dir: &Path, key: &str) -> Vec<f64> {
+pub(super) fn metric(dir: &Path, key: &str) -> Vec<f64> {
     lines(&dir.join("metrics.jsonl")).iter().map(|row| number(row, key)).collect()
 }
 

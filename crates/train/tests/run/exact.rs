@@ -2,11 +2,17 @@
 //! the reference of a generation, which are decided once. Copied data, which are the same data.
 
 use omnigrpo_data::{Curriculum, Lessons};
+use omnigrpo_grpo::{Covariance, LossPlan, recipe};
 use omnigrpo_train::SyncReference;
 
+use super::algorithms::metric;
 use super::ranks::adapters;
 use super::turns::interact;
 use super::*;
+
+fn plan(name: &str) -> LossPlan {
+    recipe(name).unwrap().loss
+}
 
 pub(crate) type Setting = (&'static str, fn(&mut TrainSetup));
 
@@ -228,6 +234,85 @@ fn recorded_completions_have_a_gate() {
     let (again, cut) = with("cut", |s| s.algorithm.max_stream_tokens = Some(1));
     assert_eq!(again, flags);
     assert!((cut / norm - 1.0).abs() < 5e-5, "{cut} for {norm}");
+}
+
+/// The tokens of a covariance are chosen once per rollout: a resumed run has the bits of the whole one, in the middle of a rollout too.
+/// How streams are cut does not move the choice, and a random one depends on the seed.
+#[test]
+fn tokens_of_a_covariance_stay_with_their_rollout() {
+    let clip = |s: &mut TrainSetup| {
+        s.algorithm.loss = LossPlan {
+            covariance: Covariance::Clip { share: 0.25, low: -50.0, high: 50.0 },
+            ..plan("clip_cov")
+        };
+    };
+    let kl = |s: &mut TrainSetup| {
+        s.algorithm.loss =
+            LossPlan { covariance: Covariance::Kl { share: 0.25, coef: 5.0 }, ..plan("kl_cov") };
+    };
+    let changes: [Setting; 2] = [("clip_cov", clip), ("kl_cov", kl)];
+    for (what, change) in changes {
+        let place = Place::new();
+        let new = |name: &str| {
+            let mut setup = place.setup(name);
+            (setup.run.num_iterations, setup.run.steps_per_generation) = (2, 2);
+            (setup.run.save.when, setup.run.max_steps) = (SaveWhen::Steps(1), Some(6));
+            setup.optimizer.learning_rate = 1e-2;
+            // The seed of the algorithm must not change the rewards.
+            setup.rewards = reward(|input| input.key.sample as f64 + input.prompt.len() as f64 / 100.0);
+            change(&mut setup);
+            setup
+        };
+        run(new("whole")).unwrap();
+        for step in [1, 2, 3] {
+            resumes_from(&place, step, &format!("part-{step}"), new, what);
+        }
+        let shares = metric(&place.out("whole"), "covariance/chosen_ratio");
+        assert!(shares.iter().all(|share| *share > 0.1 && *share <= 0.25), "{what}: {shares:?}");
+        // Two updates of the first part alternate with two of the second.
+        assert_eq!(shares[..2], shares[2..4], "{what}");
+
+        let norms = |name: &str, change: fn(&mut TrainSetup)| {
+            let mut setup = new(name);
+            change(&mut setup);
+            run(setup).unwrap();
+            metric(&place.out(name), "grad_norm")
+        };
+        let (whole, cut) =
+            (norms("again", |_| {}), norms("cut", |s| s.algorithm.max_stream_tokens = Some(1)));
+        assert_eq!(whole, metric(&place.out("whole"), "grad_norm"));
+        // Later steps start from weights that differ by rounding.
+        assert!((cut[0] / whole[0] - 1.0).abs() < 5e-5, "{what}: {cut:?} {whole:?}");
+        let seeded = norms("seeded", |s| s.algorithm.seed += 1);
+        assert_eq!(seeded[0] == whole[0], what == "kl_cov", "{what}: {seeded:?} {whole:?}");
+        if what == "kl_cov" {
+            // The penalty is 0 in the first update of a rollout, and not in its second.
+            let free =
+                norms("free", |s| s.algorithm.loss.covariance = Covariance::Kl { share: 0.25, coef: 0.0 });
+            let differs: Vec<bool> = free.iter().zip(&whole).map(|(a, b)| a != b).collect();
+            assert_eq!(differs[..2], [false, true], "{free:?} {whole:?}");
+        }
+    }
+}
+
+/// Recorded completions have the log-probabilities of their file, or else those of the weights before the first update.
+#[test]
+fn recorded_completions_have_tokens_of_a_covariance() {
+    let dir = TempDir::new().unwrap();
+    let with = |name: &str, covariance: Covariance| {
+        let out = dir.path().join(name);
+        let mut setup = setup::setup(NAME, &golden("replay/rows_ids.jsonl"), &golden(""), &out);
+        (setup.run.rows.replay, setup.run.prompts_per_step, setup.run.num_iterations) = (true, 2, 2);
+        (setup.run.max_steps, setup.run.steps_per_generation) = (Some(2), 1);
+        setup.algorithm.loss = LossPlan { covariance, ..plan("clip_cov") };
+        run(setup).unwrap();
+        (metric(&out, "covariance/chosen_ratio"), metric(&out, "grad_norm"))
+    };
+    let (shares, norms) = with("some", Covariance::Clip { share: 0.5, low: -50.0, high: 50.0 });
+    assert!(shares[0] > 0.3 && shares[0] <= 0.5 && shares[0] == shares[1], "{shares:?}");
+    let (shares, others) = with("none", Covariance::Clip { share: 0.5, low: 1e6, high: 2e6 });
+    assert_eq!(shares, [0.0, 0.0]);
+    assert!(norms[0] != others[0], "{norms:?} {others:?}");
 }
 
 /// The reference of a generation is the one that was there when it was sampled, for all of its steps and iterations, although it

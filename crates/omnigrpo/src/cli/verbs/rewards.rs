@@ -37,7 +37,7 @@ pub fn list() -> Result<()> {
             name = "";
         }
     }
-    let others = "A reward can also be the directory or hub name of a reward model, `FILE.py:FUNCTION`, `cmd:PROGRAM …`, `http(s)://ADDRESS` and `judge:http(s)://ADDRESS`: see docs/rewards.md.";
+    let others = "A reward can also be the directory or hub name of a reward model, `FILE.py:FUNCTION`, `cmd:PROGRAM …`, `http(s)://ADDRESS`, `judge:http(s)://ADDRESS` and `rubric:FILE@http(s)://ADDRESS`: see docs/rewards.md.";
     out.push_str(&format!("\n{}\n", wrap(others, columns)));
     print(&out)
 }
