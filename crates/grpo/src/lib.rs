@@ -16,6 +16,7 @@
 
 pub mod advantage;
 mod custom;
+mod divergence;
 mod error;
 pub mod loss;
 pub mod mask;
@@ -26,10 +27,11 @@ pub mod recipe;
 
 pub use advantage::{AdvantageKind, Advantages};
 pub use custom::{CustomTerm, Dual, PolicyToken};
+pub use divergence::{Divergence, LEAST_REST};
 pub use error::Error;
 pub use loss::{
     Aggregation, Batch, Correction, CorrectionKind, Kl, LossOutput, LossPlan, Normalizer, RatioLevel,
-    Surrogate, evaluate, top_entropy_tokens,
+    Surrogate, TeacherTokens, evaluate, top_entropy_tokens,
 };
 pub use metrics::{Metric, MetricSums};
 pub use papers::Paper;

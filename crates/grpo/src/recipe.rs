@@ -4,6 +4,7 @@
 //! source of a recipe states another value.
 
 use crate::advantage::AdvantageKind;
+use crate::divergence::Divergence;
 use crate::loss::{Aggregation, Correction, Kl, LossPlan, RatioLevel, Surrogate};
 
 /// One row of [`RECIPES`].
@@ -47,6 +48,7 @@ const GRPO: LossPlan = LossPlan {
     correction: Correction::OFF,
     off_policy_threshold: None,
     distillation: 0.0,
+    divergence: Divergence::Sampled,
     mask_truncated_completions: false,
 };
 

@@ -84,6 +84,7 @@ fn plan(case: &Case) -> LossPlan {
         correction: Correction { kind: case.correction, max: case.correction_max, min: case.correction_min },
         off_policy_threshold: None,
         distillation: 0.0,
+        divergence: omnigrpo_grpo::Divergence::Sampled,
         mask_truncated_completions: case.mask_truncated,
     }
 }
@@ -122,6 +123,7 @@ fn every_loss_and_gradient_equals_torch_autograd() {
             old: case.off_policy.then_some(&golden.old),
             sampler: Some(&golden.sampler),
             reference: Some(&golden.reference),
+            teacher: None,
             entropy: Some(&golden.entropy),
             kept: kept.as_deref(),
             advantages: &golden.advantages,

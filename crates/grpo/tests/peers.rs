@@ -67,6 +67,7 @@ impl Case {
             old: Some(&self.old),
             sampler: Some(&self.sampler),
             reference: Some(&self.teacher),
+            teacher: None,
             entropy: None,
             kept: None,
             advantages: &self.advantages,
