@@ -14,15 +14,14 @@
 //!
 //! Source: the generalised Jensen-Shannon divergence of GKD (arXiv 2306.13649, equation 1; TRL 1.16 `generalized_jsd_loss`, whose
 //! number it equals if `k` is the whole vocabulary), with the rest of TRL's `add_tail_bucket`. Deliberate difference: a rest below
-//! [`LEAST_REST`] counts as that much and has no gradient, where TRL has 1e-7. A rest that small is the rounding error of float32
-//! log-probabilities.
+//! [`LEAST_REST`] counts as [`LEAST_REST`] and has no gradient, where TRL has 1e-7. So small a rest is a rounding error of float32.
 
 use serde::{Deserialize, Serialize};
 
 /// Smallest probability of the tokens that are not among the teacher's most probable ones.
 pub const LEAST_REST: f64 = 1e-5;
 
-/// What a teacher makes small.
+/// Divergence from a teacher that an update makes smaller.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Divergence {

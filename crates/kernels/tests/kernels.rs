@@ -474,7 +474,7 @@ fn the_most_probable_tokens_match_their_twin() {
             logprob::forward_top(hidden, own, Targets { tokens: &tokens, offsets: &offsets }, k);
         assert_eq!((&scores.logp, &scores.entropy, &scores.lse), (&plain.logp, &plain.entropy, &plain.lse));
         assert_eq!(most.len(), rows * k);
-        // As targets, the tokens have the same log-probabilities.
+        // The tokens have the same log-probabilities as targets.
         let (ids, logp): (Vec<u32>, Vec<f32>) = most.iter().copied().unzip();
         let each: Vec<usize> = (0..=rows).map(|row| row * k).collect();
         let targets = Targets { tokens: &ids, offsets: &each };

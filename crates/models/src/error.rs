@@ -122,7 +122,7 @@ pub enum ModelError {
     PrivilegedContext {
         /// Name of the column.
         column: String,
-        /// What the row has.
+        /// Content of the column in the row.
         got: String,
     },
     /// A prompt with its completion reaches positions at which the model would use different rotary angles.

@@ -74,7 +74,7 @@ pub struct PromptSettings {
     pub max_completion_length: usize,
     /// Strings that end a completion, besides the checkpoint's stop tokens.
     pub stop_strings: Vec<String>,
-    /// What a teacher reads beside the prompt ([`PromptBuilder::for_teacher`]); `None` if it reads the prompt alone.
+    /// Column that a teacher reads beside the prompt ([`PromptBuilder::for_teacher`]); `None` if it reads the prompt alone.
     pub privileged_context: Option<PrivilegedContext>,
 }
 
