@@ -16,6 +16,7 @@
 
 pub mod advantage;
 mod custom;
+mod divergence;
 mod error;
 pub mod loss;
 pub mod mask;
@@ -26,10 +27,11 @@ pub mod recipe;
 
 pub use advantage::{AdvantageKind, Advantages};
 pub use custom::{CustomTerm, Dual, PolicyToken};
+pub use divergence::{Divergence, LEAST_REST};
 pub use error::Error;
 pub use loss::{
-    Aggregation, Batch, Correction, CorrectionKind, Covariance, Divergence, Kl, LossOutput, LossPlan,
-    Normalizer, RatioLevel, Surrogate, chosen_tokens, evaluate, top_entropy_tokens,
+    Aggregation, Batch, Correction, CorrectionKind, Covariance, Kl, LossOutput, LossPlan, Normalizer,
+    PolicyShift, RatioLevel, Surrogate, TeacherTokens, chosen_tokens, evaluate, top_entropy_tokens,
 };
 pub use metrics::{Metric, MetricSums};
 pub use papers::Paper;

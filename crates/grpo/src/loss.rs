@@ -15,7 +15,8 @@
 //! p_it  = covariance penalty of a chosen token, or what takes the token out of the term; see Covariance
 //! m_i   = 0 for a completion that the policy has left behind, else 1; see LossPlan::off_policy_threshold
 //! k_it  = kl(lp_it, ref_it, c)
-//! loss  = sum_it w_i (l_it + beta k_it)  -  entropy_coef * mean_it H_it
+//! D_it  = divergence from a teacher over its most probable tokens, see Divergence; l_it has no `tau` then
+//! loss  = sum_it w_i (l_it + beta k_it + tau D_it)  -  entropy_coef * mean_it H_it
 //! ```
 //!
 //! [`Aggregation`] and [`Normalizer`] determine `w_i`. The normalizer is created once for the complete optimizer step. The loss
@@ -42,6 +43,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Error;
 use crate::custom::{CustomTerm, Dual, PolicyToken};
+use crate::divergence::Divergence;
 use crate::metrics::MetricSums;
 
 /// Largest exponent of a probability ratio; `exp(20)` is 5e8.
@@ -100,7 +102,7 @@ pub enum Surrogate {
     /// bound, on the side that `A` pulls to (DPPO, arXiv 2602.04879, equations 13 and 14; verl `dppo_tv` and `dppo_kl`).
     Dppo {
         /// Measure of the distance.
-        divergence: Divergence,
+        divergence: PolicyShift,
         /// Bound for other advantages, at least 0.
         low: f64,
         /// Bound for positive advantages, at least 0.
@@ -116,14 +118,14 @@ pub enum Surrogate {
 /// Distance between the probabilities `p` and `q` of one token, with every other token of the vocabulary as one ([`Surrogate::Dppo`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Divergence {
+pub enum PolicyShift {
     /// `|p - q|`.
     TotalVariation,
     /// `q ln(q / p) + (1 - q) ln((1 - q + 1e-8) / (1 - p + 1e-8))`.
     Kl,
 }
 
-impl Divergence {
+impl PolicyShift {
     /// Returns true if a token has moved too far on the side that the advantage pulls to.
     fn is_beyond(self, [low, high]: [f64; 2], token: &Token) -> bool {
         const NEAR_0: f64 = 1e-8;
@@ -306,10 +308,12 @@ pub struct LossPlan {
     /// in the policy term; `None` to count all. `smp` is the log-probability of the sampler if the batch has it, else `old` (off-policy
     /// sequence mask, DeepSeek-V3.2; TRL `off_policy_mask_threshold`).
     pub off_policy_threshold: Option<f64>,
-    /// Weight of the reverse KL to a teacher, token by token: `ref_t - old_t` is added to the advantage of each token with this weight,
+    /// Weight of a teacher. With [`Divergence::Sampled`], `ref_t - old_t` is added to the advantage of each token with this weight,
     /// where `ref` are the teacher's log-probabilities. Its mean under the policy is minus the KL divergence from the policy to the
     /// teacher (on-policy distillation; MiniLLM, arXiv 2306.08543, GKD, arXiv 2306.13649). 0 without a teacher.
     pub distillation: f64,
+    /// Divergence from the teacher. One over its most probable tokens is a term of its own, with the weight `distillation`.
+    pub divergence: Divergence,
     /// True to exclude completions that reached the length limit from the policy term, the KL and the entropy. As in TRL, they
     /// still count in the number of completions, by which [`Aggregation::SequenceMean`] and other means over completions divide.
     pub mask_truncated_completions: bool,
@@ -319,6 +323,11 @@ impl LossPlan {
     /// Returns true if the loss needs the log-probabilities of a reference policy or of a teacher.
     pub fn needs_reference(&self) -> bool {
         self.distillation != 0.0 || self.beta != 0.0 && self.kl != Kl::Off
+    }
+
+    /// Returns the number of the teacher's most probable tokens that the loss reads at each position.
+    pub fn teacher_tokens(&self) -> usize {
+        if self.distillation == 0.0 { 0 } else { self.divergence.top_k() }
     }
 
     /// Returns true if the loss includes per-token entropies. Otherwise their gradient is zero.
@@ -380,7 +389,7 @@ impl LossPlan {
         let weight = self.distillation;
         require(weight.is_finite() && weight >= 0.0, "distillation", weight, "a finite number >= 0")?;
         require(
-            weight == 0.0 || !whole,
+            weight == 0.0 || !whole || self.divergence != Divergence::Sampled,
             "distillation",
             weight,
             "0, as this loss has one advantage per completion",
@@ -407,6 +416,11 @@ impl LossPlan {
                 share,
                 "no covariance, as advantages or terms of this loss differ",
             )?;
+        }
+        if self.divergence != Divergence::Sampled {
+            let (top_k, beta) = (self.divergence.top_k(), self.divergence.beta());
+            require(top_k > 0, "divergence.top_k", top_k as f64, "at least 1 token")?;
+            require((0.0..=1.0).contains(&beta), "divergence.beta", beta, "a number in [0, 1]")?;
         }
         if let Some(threshold) = self.off_policy_threshold {
             let valid = threshold.is_finite() && threshold >= 0.0;
@@ -442,6 +456,8 @@ pub struct Batch<'a> {
     pub sampler: Option<&'a [f64]>,
     /// Log-probability of each token under the reference policy.
     pub reference: Option<&'a [f64]>,
+    /// Teacher's most probable tokens at each token, for a [`Divergence`] over them.
+    pub teacher: Option<TeacherTokens<'a>>,
     /// Entropy of the current policy at each token, in nats.
     pub entropy: Option<&'a [f64]>,
     /// Mask of the tokens that count in the policy term and the entropy bonus; `None` keeps all. See [`top_entropy_tokens`].
@@ -452,6 +468,18 @@ pub struct Batch<'a> {
     pub advantages: &'a [f64],
     /// One flag per completion; true if it reached the length limit.
     pub truncated: &'a [bool],
+}
+
+/// Log-probabilities of a teacher's most probable tokens: `[tokens, k]`, where `k` may be below [`Divergence::top_k`] if the
+/// vocabulary is smaller.
+#[derive(Debug, Clone, Copy)]
+pub struct TeacherTokens<'a> {
+    /// Number of tokens at each position, `k`.
+    pub k: usize,
+    /// Log-probability of each of them under the current policy, in nats.
+    pub logp: &'a [f64],
+    /// Log-probability of each of them under the teacher.
+    pub teacher: &'a [f64],
 }
 
 /// Finds the fraction `top` of a step's tokens with the highest entropy (arXiv 2506.01939, TRL `top_entropy_quantile`). Only
@@ -622,16 +650,20 @@ fn kept_tokens(plan: &LossPlan, lengths: &[usize], truncated: &[bool], kept: &[b
 /// Share of a batch in the loss, and its gradient.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LossOutput {
-    /// `policy + kl_term + entropy_term`.
+    /// `policy + kl_term + teacher_term + entropy_term`.
     pub loss: f64,
     /// Aggregated policy term.
     pub policy: f64,
     /// `beta` times the aggregated KL.
     pub kl_term: f64,
+    /// `distillation` times the aggregated divergence from the teacher; 0 with [`Divergence::Sampled`].
+    pub teacher_term: f64,
     /// `-entropy_coef` times the mean entropy.
     pub entropy_term: f64,
     /// Derivative of `loss` with respect to each entry of [`Batch::logp`]; `old` and `reference` are constants.
     pub dlogp: Vec<f64>,
+    /// Derivative of `loss` with respect to each entry of [`TeacherTokens::logp`]; empty if the batch has none.
+    pub dteacher: Vec<f64>,
     /// Derivative of `loss` with respect to each entry of [`Batch::entropy`]; empty if the batch has none.
     pub dentropy: Vec<f64>,
     /// Sums from which the step's metrics are computed. The caller merges the sums of all parts.
@@ -654,8 +686,10 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
         loss: 0.0,
         policy: 0.0,
         kl_term: 0.0,
+        teacher_term: 0.0,
         entropy_term: 0.0,
         dlogp: vec![0.0; tokens],
+        dteacher: vec![0.0; batch.teacher.map_or(0, |own| own.logp.len())],
         dentropy: vec![0.0; batch.entropy.map_or(0, <[f64]>::len)],
         sums: MetricSums::default(),
     };
@@ -708,8 +742,8 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
                 completion.vespo([pos, neg], corrections.as_deref(), derivatives.of_logp)
             }
             _ => {
-                let teacher =
-                    reference.filter(|_| plan.distillation != 0.0).map(|all| &all[completion.span.clone()]);
+                let is_sampled = plan.distillation != 0.0 && plan.divergence == Divergence::Sampled;
+                let teacher = reference.filter(|_| is_sampled).map(|all| &all[completion.span.clone()]);
                 completion.policy((corrections.as_deref(), teacher), &mut clipped, &mut derivatives)
             }
         };
@@ -723,21 +757,32 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
             derivatives.of_logp.iter_mut().for_each(|d| *d += share);
         }
         completion.entropy(entropy_weight, &mut out);
+        let divergence = batch.teacher.map_or(0.0, |teacher| completion.diverge(teacher, &mut out.dteacher));
 
         finite("policy term", index, policy * weight)?;
         finite("KL term", index, kl * weight * plan.beta)?;
+        finite("divergence from the teacher", index, divergence * weight * plan.distillation)?;
         out.policy += weight * policy;
         kl_sum += weight * kl;
+        out.teacher_term += weight * plan.distillation * divergence;
         out.sums.add_completion(logp.iter().sum(), advantage);
         if reference.is_some() {
             out.sums.add_kl(kl, length);
+        }
+        if batch.teacher.is_some() {
+            out.sums.add_divergence(divergence, length);
         }
         out.sums.add_clipped(&clipped, plan.ratio, length);
     }
 
     out.kl_term = plan.beta * kl_sum;
-    out.loss = out.policy + out.kl_term + out.entropy_term;
+    out.loss = out.policy + out.kl_term + out.entropy_term + out.teacher_term;
     if let Some(completion) = first_non_finite(&out.dlogp, batch.lengths) {
+        return Err(Error::Overflow { what: "gradient", completion, value: f64::NAN });
+    }
+    let k = batch.teacher.map_or(1, |own| own.k.max(1));
+    if let Some(at) = out.dteacher.iter().position(|d| !d.is_finite()) {
+        let completion = locate(at / k, batch.lengths).0;
         return Err(Error::Overflow { what: "gradient", completion, value: f64::NAN });
     }
     out.sums.add_loss(out.loss, out.policy, reference.is_some().then_some(kl_sum));
@@ -930,6 +975,16 @@ impl Completion<'_> {
             derivatives.add_exponent(self.plan.ratio, t, d_exponent);
         }
         kl
+    }
+
+    /// Returns the sum of the divergence from the teacher over the tokens, without their weight. Adds its derivatives.
+    fn diverge(&self, TeacherTokens { k, logp, teacher }: TeacherTokens, dteacher: &mut [f64]) -> f64 {
+        let weight = self.weight * self.plan.distillation;
+        let at = |t: usize| {
+            let own = t * k..(t + 1) * k;
+            self.plan.divergence.at(&logp[own.clone()], &teacher[own.clone()], weight, &mut dteacher[own])
+        };
+        self.span.clone().map(at).sum()
     }
 
     fn entropy(&self, weight: f64, out: &mut LossOutput) {
@@ -1140,6 +1195,17 @@ fn check_batch<'a>(
             return Err(Error::NonFinite { what, completion, token, value: values[at] });
         }
     }
+    if let Some(TeacherTokens { k, logp, teacher }) = batch.teacher {
+        for (what, values) in
+            [("the policy's logp of a teacher's token", logp), ("the teacher's logp", teacher)]
+        {
+            expect_length(what, values.len(), tokens.saturating_mul(k), "k per token")?;
+            if let Some(at) = values.iter().position(|v| !v.is_finite()) {
+                let (completion, token) = locate(at / k.max(1), batch.lengths);
+                return Err(Error::NonFinite { what, completion, token, value: values[at] });
+            }
+        }
+    }
     if let Some(completion) = batch.advantages.iter().position(|a| !a.is_finite()) {
         let value = batch.advantages[completion];
         return Err(Error::NonFinite { what: "the advantage", completion, token: 0, value });
@@ -1163,6 +1229,17 @@ fn required_inputs<'a>(
     } else {
         None
     };
+    if batch.teacher.is_some() != (plan.teacher_tokens() > 0) {
+        return Err(Error::MissingInput {
+            what: if batch.teacher.is_some() {
+                "a divergence over them"
+            } else {
+                "the teacher's most probable tokens"
+            },
+            needed_by: if batch.teacher.is_some() { "Batch::teacher" } else { "divergence" },
+            remedy: "set both Batch::teacher and LossPlan::divergence, or neither",
+        });
+    }
     if batch.entropy.is_none() && plan.needs_entropy() {
         return Err(Error::MissingInput {
             what: "entropies",

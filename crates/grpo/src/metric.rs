@@ -4,6 +4,8 @@
 pub const LOSS: &str = "loss";
 /// KL divergence from the reference, in nats.
 pub const KL: &str = "kl";
+/// Mean divergence from the teacher over its most probable tokens, per token, in nats.
+pub const TEACHER_DIVERGENCE: &str = "teacher_divergence";
 /// Mean entropy per token, in nats.
 pub const ENTROPY: &str = "entropy";
 /// Share of tokens or completions whose ratio is clipped.

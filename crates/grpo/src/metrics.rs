@@ -163,6 +163,8 @@ pub struct MetricSums {
     kl: Option<f64>,
     kl_tokens: u64,
     kl_token_sum: f64,
+    divergence_tokens: u64,
+    divergence_sum: f64,
     pub(crate) entropy: f64,
     pub(crate) entropy_tokens: u64,
     seq_logp: f64,
@@ -211,6 +213,11 @@ impl MetricSums {
     pub(crate) fn add_kl(&mut self, sum: f64, tokens: usize) {
         self.kl_token_sum += sum;
         self.kl_tokens += tokens as u64;
+    }
+
+    pub(crate) fn add_divergence(&mut self, sum: f64, tokens: usize) {
+        self.divergence_sum += sum;
+        self.divergence_tokens += tokens as u64;
     }
 
     /// Adds the weights of a completion's tokens. With one weight per completion, only the first is added.
@@ -320,6 +327,8 @@ impl MetricSums {
         self.kl = extreme(self.kl, other.kl, |a, b| a + b);
         self.kl_tokens += other.kl_tokens;
         self.kl_token_sum += other.kl_token_sum;
+        self.divergence_tokens += other.divergence_tokens;
+        self.divergence_sum += other.divergence_sum;
         self.entropy += other.entropy;
         self.entropy_tokens += other.entropy_tokens;
         self.seq_logp += other.seq_logp;
@@ -366,6 +375,9 @@ impl MetricSums {
             if self.kl.is_some() {
                 put(metric::KL, self.kl);
                 put("kl/token_mean", mean(self.kl_token_sum, self.kl_tokens));
+            }
+            if self.divergence_tokens > 0 {
+                put(metric::TEACHER_DIVERGENCE, mean(self.divergence_sum, self.divergence_tokens));
             }
             if self.entropy_tokens > 0 {
                 put(metric::ENTROPY, mean(self.entropy, self.entropy_tokens));

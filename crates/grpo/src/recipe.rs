@@ -4,7 +4,8 @@
 //! source of a recipe states another value.
 
 use crate::advantage::AdvantageKind;
-use crate::loss::{Aggregation, Correction, Covariance, Divergence, Kl, LossPlan, RatioLevel, Surrogate};
+use crate::divergence::Divergence;
+use crate::loss::{Aggregation, Correction, Covariance, Kl, LossPlan, PolicyShift, RatioLevel, Surrogate};
 
 /// One row of [`RECIPES`].
 ///
@@ -50,10 +51,11 @@ const GRPO: LossPlan = LossPlan {
     correction: Correction::OFF,
     off_policy_threshold: None,
     distillation: 0.0,
+    divergence: Divergence::Sampled,
     mask_truncated_completions: false,
 };
 
-const fn dppo(divergence: Divergence, bound: f64) -> LossPlan {
+const fn dppo(divergence: PolicyShift, bound: f64) -> LossPlan {
     LossPlan {
         surrogate: Surrogate::Dppo { divergence, low: bound, high: bound, cap: 20.0 },
         aggregation: Aggregation::TokenMeanGlobal,
@@ -237,7 +239,7 @@ pub const RECIPES: &[Recipe] = &[
         source: "DPPO, arXiv 2602.04879; verl 0.9.1",
         advantage: AdvantageKind::GroupStd,
         alpha: 1.0,
-        loss: dppo(Divergence::TotalVariation, 0.2),
+        loss: dppo(PolicyShift::TotalVariation, 0.2),
     },
     Recipe {
         name: "dppo_kl",
@@ -246,7 +248,7 @@ pub const RECIPES: &[Recipe] = &[
         source: "DPPO, arXiv 2602.04879; verl 0.9.1",
         advantage: AdvantageKind::GroupStd,
         alpha: 1.0,
-        loss: dppo(Divergence::Kl, 0.05),
+        loss: dppo(PolicyShift::Kl, 0.05),
     },
     Recipe {
         name: "seq_logp",

@@ -85,6 +85,7 @@ fn plan(case: &Case) -> LossPlan {
         covariance: Covariance::Off,
         off_policy_threshold: None,
         distillation: 0.0,
+        divergence: omnigrpo_grpo::Divergence::Sampled,
         mask_truncated_completions: case.mask_truncated,
     }
 }
@@ -123,6 +124,7 @@ fn every_loss_and_gradient_equals_torch_autograd() {
             old: case.off_policy.then_some(&golden.old),
             sampler: Some(&golden.sampler),
             reference: Some(&golden.reference),
+            teacher: None,
             entropy: Some(&golden.entropy),
             kept: kept.as_deref(),
             chosen: None,

@@ -2,8 +2,8 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use omnigrpo_grpo::{
-    Aggregation, Batch, Correction, CorrectionKind, Covariance, CustomTerm, Divergence, Dual, Error, Kl,
-    LossOutput, LossPlan, MetricSums, Normalizer, PolicyToken, RECIPES, RatioLevel, Surrogate, evaluate,
+    Aggregation, Batch, Correction, CorrectionKind, Covariance, CustomTerm, Dual, Error, Kl, LossOutput,
+    LossPlan, MetricSums, Normalizer, PolicyShift, PolicyToken, RECIPES, RatioLevel, Surrogate, evaluate,
     recipe, top_entropy_tokens,
 };
 use proptest::prelude::*;
@@ -59,6 +59,7 @@ impl Data {
             old: self.old.as_deref(),
             sampler: Some(&self.sampler),
             reference: Some(&self.reference),
+            teacher: None,
             entropy: Some(&self.entropy),
             kept: self.kept.as_deref(),
             chosen: self.chosen.as_deref(),
@@ -139,8 +140,8 @@ fn surrogate_value(data: &Data, moved: &Data, plan: &LossPlan, normalizer: &Norm
             let (p, q) = (data.logp[t].exp(), old[t].exp());
             let bound = if advantage > 0.0 { high } else { low };
             let distance = match divergence {
-                Divergence::TotalVariation => (p - q).abs(),
-                Divergence::Kl => q * (q / p).ln() + (1.0 - q) * ((1.0 - q) / (1.0 - p)).ln(),
+                PolicyShift::TotalVariation => (p - q).abs(),
+                PolicyShift::Kl => q * (q / p).ln() + (1.0 - q) * ((1.0 - q) / (1.0 - p)).ln(),
             };
             let beyond = (p - q) * advantage > 0.0 && distance > bound;
             if beyond { 0.0 } else { (p / q).min(cap) }
@@ -558,6 +559,7 @@ fn the_corrected_kl_pulls_in_proportion_to_the_distance() {
                 old: old.as_ref().map(<[f64; 1]>::as_slice),
                 sampler: None,
                 reference: Some(&[logp[0] + x]),
+                teacher: None,
                 entropy: None,
                 kept: None,
                 chosen: None,

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 
 use omnigrpo_grpo::{
-    AdvantageKind, Batch, Correction, CorrectionKind, Covariance, Divergence, LossPlan, Normalizer,
+    AdvantageKind, Batch, Correction, CorrectionKind, Covariance, LossPlan, Normalizer, PolicyShift,
     Surrogate, advantage::advantages, chosen_tokens, evaluate, recipe,
 };
 
@@ -78,6 +78,7 @@ impl Case {
             old: Some(&self.old),
             sampler: Some(&self.sampler),
             reference: Some(&self.teacher),
+            teacher: None,
             entropy: None,
             kept: None,
             chosen: chosen.as_deref(),
@@ -129,8 +130,8 @@ fn losses_and_gradients_equal_those_of_trl_and_verl() {
         ),
         ("distillation", LossPlan { surrogate: clip, beta: 0.0, distillation: 0.7, ..plan("grpo") }, 2),
         ("rloo", LossPlan { surrogate: clip, ..plan("rloo") }, 1),
-        ("dppo_tv", dppo(Divergence::TotalVariation, 0.1), 2),
-        ("dppo_kl", dppo(Divergence::Kl, 0.02), 2),
+        ("dppo_tv", dppo(PolicyShift::TotalVariation, 0.1), 2),
+        ("dppo_kl", dppo(PolicyShift::Kl, 0.02), 2),
         ("kl_cov", LossPlan { covariance: Covariance::Kl { share: 0.3, coef: 0.7 }, ..plan("kl_cov") }, 2),
         ("gmpo", gmpo, 2),
         ("gmpo_corrected", LossPlan { correction: capped, ..gmpo }, 1),

@@ -39,6 +39,7 @@ mod microkernel;
 mod team;
 #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
 mod tiles;
+mod top;
 mod workspace;
 
 pub mod activation;
@@ -73,6 +74,7 @@ use paths::Path;
 pub use arithmetic::Arithmetic;
 pub use mat::{Mat, MatMut};
 pub use simd::{Instructions, limit_instructions};
+pub use top::largest;
 
 /// The elements of a weight in row-major order, in the dtype in which they are stored.
 #[derive(Clone, Copy, Debug)]

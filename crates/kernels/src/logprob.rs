@@ -11,6 +11,7 @@ use crate::mat::{Mat, MatMut, check};
 use crate::parallel::{Shared, ranges};
 use crate::profile::{self, Op, span};
 use crate::simd::{exp, load, select, store};
+use crate::top;
 use crate::workspace::{LOGITS, reserve};
 
 /// Number of rows in a block of logits.
@@ -199,7 +200,17 @@ impl Weights {
 /// Returns the log-probability of every target, and the entropy and log-sum-exp of every row of `hidden [rows, h]`.
 #[must_use]
 pub fn forward(hidden: Mat, head: Head, targets: Targets) -> Scores {
+    forward_top(hidden, head, targets, 0).0
+}
+
+/// Returns what [`forward`] does, and the `k` most probable tokens of each row with their log-probabilities: `[rows, k]`, the most
+/// probable first. `k` is at most the size of the vocabulary.
+#[must_use]
+pub fn forward_top(hidden: Mat, head: Head, targets: Targets, k: usize) -> (Scores, Vec<(u32, f32)>) {
     let rows = hidden.rows;
+    check!("most probable tokens", k <= head.weight.dims().0, k, head.weight.dims());
+    let (each, mut kept) = (top::room(k), vec![top::NONE; if k == 0 { 0 } else { rows }]);
+    let mut candidates = vec![(0.0, 0); rows * each];
     let _span = span(Op::Head, || profile::product(rows, head.weight));
     check!("log-probabilities", targets.fit(rows), rows, targets.tokens.len(), targets.offsets.len());
     let scale = 1.0 / head.temperature;
@@ -210,11 +221,19 @@ pub fn forward(hidden: Mat, head: Head, targets: Targets) -> Scores {
     let mut sums = vec![0.0; ROWS * 3];
     for_logits(hidden, head.weight, |block, chunk, logits| {
         let shared = Shared::new(&mut sums);
+        let (all_candidates, all_kept) = (Shared::new(&mut candidates), Shared::new(&mut kept));
         ranges(block.len(), 1, block.len() * chunk.len() * 2, |range| {
             for i in range {
-                let (max, sum, weighted) = row_sums(&logits[i * CHUNK..i * CHUNK + chunk.len()], scale);
+                let row = &logits[i * CHUNK..i * CHUNK + chunk.len()];
+                let (max, sum, weighted) = row_sums(row, scale);
                 // SAFETY: each row is visited exactly once.
                 unsafe { shared.part(i * 3, 3) }.copy_from_slice(&[max, sum, weighted]);
+                if k > 0 {
+                    let r = block.start + i;
+                    // SAFETY: as above.
+                    let (own, kept) = unsafe { (all_candidates.part(r * each, each), all_kept.part(r, 1)) };
+                    top::offer(own, &mut kept[0], chunk.start, row);
+                }
             }
         });
         for (i, r) in block.enumerate() {
@@ -228,14 +247,19 @@ pub fn forward(hidden: Mat, head: Head, targets: Targets) -> Scores {
             state[r] = merge(state[r], (max, sum, weighted));
         }
     });
+    let mut most = Vec::with_capacity(rows * k);
     for (r, (max, sum, weighted)) in state.into_iter().enumerate() {
+        if k > 0 {
+            let found = top::sorted(&mut candidates[r * each..][..each], kept[r]).iter();
+            most.extend(found.map(|&(z, id)| (id, (f64::from(z * scale) - max - sum.ln()) as f32)));
+        }
         lse[r] = (max + sum.ln()) as f32;
         entropy[r] = (sum.ln() - weighted / sum) as f32;
         for t in targets.of(r) {
             logp[t] = (f64::from(logp[t]) - max - sum.ln()) as f32;
         }
     }
-    Scores { logp, entropy, lse }
+    (Scores { logp, entropy, lse }, most)
 }
 
 /// Merges the softmax sums of two disjoint sets of logits. Both are first rescaled to the larger maximum.

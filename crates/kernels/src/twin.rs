@@ -386,6 +386,19 @@ pub fn logprob_forward(hidden: Mat64, head: Mat64, targets: Targets, temperature
     Scores { logp, entropy, lse }
 }
 
+/// Returns the `k` most probable tokens of each row with their log-probabilities, `[rows, k]`.
+#[must_use]
+pub fn most_probable(hidden: Mat64, head: Mat64, temperature: f64, k: usize) -> Vec<(u32, f64)> {
+    let of_row = |logits: &[f64]| {
+        let lse = logits.iter().map(|z| (z / temperature).exp()).sum::<f64>().ln();
+        let mut each: Vec<(u32, f64)> = (0..).zip(logits.iter().map(|z| z / temperature - lse)).collect();
+        each.sort_by(|a, b| b.1.total_cmp(&a.1));
+        each.truncate(k);
+        each
+    };
+    linear_forward(hidden, head, None).chunks(head.rows.max(1)).flat_map(of_row).collect()
+}
+
 /// Returns the gradient with respect to the logits in [`logprob_forward`], `[rows, v]`.
 #[must_use]
 pub fn logit_gradients(

@@ -864,8 +864,16 @@ impl Decoder {
     /// # Errors
     /// Returns an error if the number of rows differs from that of the targets or a token is out of range.
     pub fn score(&self, hidden: Rows, targets: &Targets, temperature: f32) -> Result<Scored> {
+        self.score_top(hidden, targets, temperature, 0)
+    }
+
+    /// Computes what [`Self::score`] does, and the `top` most probable tokens at each row of the targets ([`Scores::top`]).
+    ///
+    /// # Errors
+    /// Returns the errors of [`Self::score`].
+    pub fn score_top(&self, hidden: Rows, targets: &Targets, temperature: f32, top: usize) -> Result<Scored> {
         let (normed, stats) = self.final_norm.forward(&hidden)?;
-        let scores = omnigrpo_ops::score(&normed, &self.head, targets, temperature)?;
+        let scores = omnigrpo_ops::score_top(&normed, &self.head, targets, temperature, top)?;
         let mut entropies = vec![0.0; targets.tokens.len()];
         for (i, &entropy) in scores.entropies.to_vec().iter().enumerate() {
             entropies[targets.offsets[i]..targets.offsets[i + 1]].fill(entropy);

@@ -16,7 +16,7 @@ omnigrpo_guard::settings! {
         VIDEO_FPS = video.fps, VIDEO_NFRAMES = video.nframes, VIDEO_MAX_FRAMES = video.max_frames,
         VIDEO_MIN_FRAMES = video.min_frames, MISSING_AUDIO = missing_audio,
     }
-    struct PromptSettings { MAX_COMPLETION_LENGTH = max_completion_length, MAX_PROMPT_LENGTH = max_prompt_length }
+    struct PromptSettings { MAX_COMPLETION_LENGTH = max_completion_length, MAX_PROMPT_LENGTH = max_prompt_length, TEACHER_COLUMN = privileged_context }
 }
 
 /// An error of this crate.
@@ -114,6 +114,16 @@ pub enum ModelError {
         which: String,
         /// Advice to shorten the prompt or raise the limit.
         remedy: String,
+    },
+    /// A row lacks the text that its teacher reads.
+    #[error(
+        "the teacher reads the column `{column}` ({TEACHER_COLUMN}), and the row has {got} in it; expected a text that is not empty"
+    )]
+    PrivilegedContext {
+        /// Name of the column.
+        column: String,
+        /// Content of the column in the row.
+        got: String,
     },
     /// A prompt with its completion reaches positions at which the model would use different rotary angles.
     #[error(

@@ -54,7 +54,8 @@ pub use media_classifier::MediaClassifier;
 pub use media_store::{MediaStore, MediaUsage};
 pub use mixer::{DeltaMixer, Mixer};
 pub use model::{
-    FeatureGradients, Features, LoadOptions, Memories, Model, ReferencePlace, StreamPass, Training,
+    FeatureGradients, Features, LoadOptions, Memories, Model, ReferencePlace, StreamPass, StreamScores,
+    TopTokens, Training,
 };
 pub use omnigrpo_guard::Setting;
 pub use omnigrpo_media::{Limits, Orientation};
@@ -62,7 +63,8 @@ pub use omnigrpo_ops::{Arithmetic, Bf16Path, Part, QuantBits};
 pub use origin::Origin;
 pub use peft::{adapter_base, whole_tensors};
 pub use prompt::{
-    MAX_SAID_BYTES, MAX_SAID_PARTS, Opening, Prompt, PromptBuilder, PromptSettings, SftExample, check_said,
+    ContextTemplate, MAX_SAID_BYTES, MAX_SAID_PARTS, Opening, PrivilegedContext, Prompt, PromptBuilder,
+    PromptSettings, SftExample, check_said,
 };
 pub use recall::DecoderMemory;
 pub use rope::{Rope, RopeScaling};

@@ -20,7 +20,7 @@ use crate::weights::{TensorDigests, WeightFiles};
 
 pub use loading::{LoadOptions, ReferencePlace};
 pub use media::{FeatureGradients, Features, Memories};
-pub use score::{StreamPass, Training};
+pub use score::{StreamPass, StreamScores, TopTokens, Training};
 
 /// A model: a checkpoint, a network and its weights.
 ///

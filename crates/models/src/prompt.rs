@@ -11,6 +11,8 @@ use omnigrpo_text::{
     RenderedPrompt, Role, Span, StopSet, TextError, Tokenizer, Turn,
 };
 
+use serde_json::Value;
+
 use crate::checkpoint::Checkpoint;
 use crate::decoder::Position;
 use crate::error::{MAX_COMPLETION_LENGTH, MAX_PROMPT_LENGTH, ModelError, Result};
@@ -72,6 +74,87 @@ pub struct PromptSettings {
     pub max_completion_length: usize,
     /// Strings that end a completion, besides the checkpoint's stop tokens.
     pub stop_strings: Vec<String>,
+    /// Column that a teacher reads beside the prompt ([`PromptBuilder::for_teacher`]); `None` if it reads the prompt alone.
+    pub privileged_context: Option<PrivilegedContext>,
+}
+
+/// A column of each row that a teacher reads and the policy does not, such as the solution or a hint (self-distillation: SDFT,
+/// arXiv 2601.19897; TRL `SDFTTrainer`).
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct PrivilegedContext {
+    /// Name of the column. `solution` also stands for the row's solution from another column ([`Sample::solution`]).
+    pub column: String,
+    /// Text of the teacher's last turn.
+    pub template: ContextTemplate,
+}
+
+/// Text of the teacher's last turn: the policy's text first, so that both prompts have a common beginning, and then the value of the
+/// column.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ContextTemplate {
+    before: String,
+    after: String,
+}
+
+impl Default for ContextTemplate {
+    /// Returns `{prompt}`, an empty line and `{privileged_context}`, as in TRL's `SDFTTrainer`.
+    fn default() -> Self {
+        Self { before: "\n\n".to_owned(), after: String::new() }
+    }
+}
+
+impl std::str::FromStr for ContextTemplate {
+    type Err = String;
+
+    /// Reads a text that begins with `{prompt}` and has `{privileged_context}` once after it.
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let rest = text.strip_prefix("{prompt}").filter(|rest| !rest.contains("{prompt}"));
+        let parts = rest.and_then(|rest| rest.split_once("{privileged_context}"));
+        match parts.filter(|(_, after)| !after.contains("{privileged_context}")) {
+            Some((before, after)) => Ok(Self { before: before.to_owned(), after: after.to_owned() }),
+            None => {
+                Err("a text that begins with `{prompt}` and has `{privileged_context}` once after it"
+                    .to_owned())
+            }
+        }
+    }
+}
+
+impl std::fmt::Display for ContextTemplate {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{{prompt}}{}{{privileged_context}}{}", self.before, self.after)
+    }
+}
+
+impl serde::Serialize for ContextTemplate {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl PrivilegedContext {
+    /// Returns the row as the teacher reads it.
+    fn told(&self, sample: &Sample) -> Result<Sample> {
+        let refused =
+            |got: &str| ModelError::PrivilegedContext { column: self.column.clone(), got: got.to_owned() };
+        let solution = || sample.solution.clone().filter(|_| self.column == "solution");
+        let value = match sample.columns.get(&self.column) {
+            Some(Value::String(text)) => text.clone(),
+            Some(Value::Null) | None => solution().ok_or_else(|| refused("no value"))?,
+            Some(other) => other.to_string(),
+        };
+        if value.trim().is_empty() {
+            return Err(refused("an empty text"));
+        }
+        let mut told = sample.clone();
+        let added = format!("{}{value}{}", self.template.before, self.template.after);
+        let parts = told.turns.last_mut().map(|turn| &mut turn.parts).ok_or(ModelError::NoUserTurn)?;
+        match parts.last_mut() {
+            Some(Part::Text(text)) => text.push_str(&added),
+            _ => parts.push(Part::Text(added)),
+        }
+        Ok(told)
+    }
 }
 
 /// Function that adds text and media to the last turn of a row: what an environment shows before the model's first turn.
@@ -89,6 +172,7 @@ impl Default for PromptSettings {
             max_prompt_length: None,
             max_completion_length: 256,
             stop_strings: Vec::new(),
+            privileged_context: None,
         }
     }
 }
@@ -160,8 +244,15 @@ impl PromptBuilder {
         Self { opening: Some(opening), ..self }
     }
 
+    /// Returns a builder for the policy alone, which needs no column for a teacher and is otherwise the same.
+    pub fn without_teacher(&self) -> Self {
+        let mut own = self.clone();
+        own.settings.privileged_context = None;
+        own
+    }
+
     /// Returns a builder of prompts that describe these tools ([`RenderOptions::tools`]), and is otherwise the same.
-    pub fn with_tools(&self, tools: Vec<serde_json::Value>) -> Self {
+    pub fn with_tools(&self, tools: Vec<Value>) -> Self {
         let mut own = self.clone();
         own.settings.render.tools = tools;
         own
@@ -267,6 +358,33 @@ impl PromptBuilder {
     pub fn outline(&self, sample: &Sample) -> Result<Prompt> {
         let (rendered, plans) = self.plan(sample, &self.headers(&sample.media)?)?;
         self.prompt(&sample.turns, rendered, self.empty(plans))
+    }
+
+    /// Builds the prompt of a teacher that reads more than the policy ([`PromptSettings::privileged_context`]); `None` if it reads
+    /// the same. `prompt` is the policy's prompt of the row. Both have the same media, whose features they share, and the same tokens
+    /// up to the added text.
+    ///
+    /// # Errors
+    /// Returns [`ModelError::PrivilegedContext`] if the row lacks the column, and an error if the longer prompt exceeds a limit.
+    pub fn for_teacher(&self, sample: &Sample, prompt: &Prompt) -> Result<Option<Prompt>> {
+        let Some(context) = &self.settings.privileged_context else { return Ok(None) };
+        let told = context.told(sample)?;
+        let rendered = self.render(&told, &told.turns, &self.shown_media(&prompt.media)?)?;
+        let own = self.prompt(&told.turns, rendered, prompt.media.clone())?;
+        // A projector reads the question alone, so that the features are those of the policy.
+        Ok(Some(Prompt { instruction: prompt.instruction.clone(), ..own }))
+    }
+
+    /// Counts the tokens of the teacher's prompt, from the plans of the row's media ([`Self::plan`]); `None` if it reads the policy's
+    /// prompt.
+    ///
+    /// # Errors
+    /// Returns an error as [`Self::for_teacher`] does.
+    pub fn plan_for_teacher(&self, sample: &Sample, plans: &[MediumPlan]) -> Result<Option<usize>> {
+        let Some(context) = &self.settings.privileged_context else { return Ok(None) };
+        let told = context.told(sample)?;
+        let shown = self.shown(plans.iter().map(MediumPlan::shown))?;
+        Ok(Some(self.render(&told, &told.turns, &shown)?.ids.len()))
     }
 
     fn headers(&self, media: &[MediumRef]) -> Result<Vec<MediumInfo>> {

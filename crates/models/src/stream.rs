@@ -81,6 +81,8 @@ pub struct PackedStream {
     pub(crate) own_rows: Vec<Range<usize>>,
     /// Comparison of the rows' experts with those of the rollout, if any.
     pub(crate) experts: Option<Arc<SameExperts>>,
+    /// Number of a teacher's tokens that are targets after each scored token.
+    teacher_tokens: usize,
 }
 
 /// Returns the hash of a sequence with hash `key` that continues with `id`.
@@ -119,6 +121,7 @@ impl PackedStream {
             lengths: Vec::new(),
             own_rows: Vec::new(),
             experts: None,
+            teacher_tokens: 0,
         };
         let mut shapes = Vec::with_capacity(groups.len());
         for (g, group) in groups.iter().enumerate() {
@@ -276,6 +279,33 @@ impl PackedStream {
         self.experts.as_ref().map_or([0; 2], |experts| experts.counts())
     }
 
+    /// Makes `k` tokens of a teacher targets at each scored token: `[tokens, k]`, completion by completion. Their log-probabilities
+    /// and gradients are apart from those of the scored tokens ([`StreamPass::teacher`](crate::StreamPass)).
+    ///
+    /// # Errors
+    /// Returns an error unless there are `k` tokens for each scored token.
+    pub fn with_teacher_tokens(mut self, tokens: &[u32], k: usize) -> Result<Self> {
+        if tokens.len() != self.order.len() * k || self.teacher_tokens > 0 {
+            return Err(ModelError::shape(format!(
+                "packed stream: got {} tokens of a teacher; expected {k} for each of {} scored tokens, once",
+                tokens.len(),
+                self.order.len()
+            )));
+        }
+        let scored = std::mem::take(&mut self.targets.tokens);
+        self.targets.tokens = vec![0; scored.len() * (1 + k)];
+        for (token, own) in scored.into_iter().zip(self.targets.tokens.chunks_mut(1 + k)) {
+            own[0] = token;
+        }
+        self.targets.offsets.iter_mut().for_each(|at| *at *= 1 + k);
+        for (at, own) in self.order.iter_mut().zip(tokens.chunks(k.max(1))) {
+            *at *= 1 + k;
+            self.targets.tokens[*at + 1..][..own.len()].copy_from_slice(own);
+        }
+        self.teacher_tokens = k;
+        Ok(self)
+    }
+
     /// Returns the number of rows.
     pub fn rows(&self) -> usize {
         self.ids.len()
@@ -321,13 +351,36 @@ impl PackedStream {
         self.order.iter().map(|&i| by_target[i]).collect()
     }
 
-    /// Reorders values from completion order to target order.
-    pub(crate) fn by_target(&self, by_completion: &[f32]) -> Vec<f32> {
-        let mut out = vec![0.0; self.order.len()];
+    /// Reorders values from completion order to target order. Those of the teacher's tokens are `[tokens, k]`, or empty for 0.
+    pub(crate) fn by_target(&self, by_completion: &[f32], of_teacher: &[f32]) -> Vec<f32> {
+        let mut out = vec![0.0; self.targets.tokens.len()];
         for (&i, &x) in self.order.iter().zip(by_completion) {
             out[i] = x;
         }
+        let k = self.teacher_tokens.max(1);
+        for (&i, own) in self.order.iter().zip(of_teacher.chunks(k)) {
+            out[i + 1..][..own.len()].copy_from_slice(own);
+        }
         out
+    }
+
+    /// Returns the values of the teacher's tokens in completion order, `[tokens, k]`.
+    pub(crate) fn of_teacher(&self, by_target: &[f32]) -> Vec<f32> {
+        let each = self.order.iter().filter(|_| self.teacher_tokens > 0);
+        each.flat_map(|&i| &by_target[i + 1..][..self.teacher_tokens]).copied().collect()
+    }
+
+    /// Returns the values of each scored token, `[tokens, k]`, from those of the rows with targets, `[rows, k]`.
+    pub(crate) fn of_rows<T: Copy>(&self, by_row: &[T]) -> Vec<T> {
+        let k = by_row.len() / self.targets.rows.len().max(1);
+        let row = |target: usize| self.targets.offsets.partition_point(|&from| from <= target) - 1;
+        let each = self.order.iter().filter(|_| k > 0);
+        each.flat_map(|&target| &by_row[row(target) * k..][..k]).copied().collect()
+    }
+
+    /// Returns the number of a teacher's tokens at each scored token.
+    pub fn teacher_tokens(&self) -> usize {
+        self.teacher_tokens
     }
 }
 
@@ -399,7 +452,7 @@ mod tests {
         assert_eq!(stream.targets.tokens, [10, 20, 11, 12, 30, 31]);
         let by_completion = stream.by_completion(&[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
         assert_eq!(by_completion, [0.0, 2.0, 3.0, 1.0, 4.0, 5.0]);
-        assert_eq!(stream.by_target(&by_completion), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
+        assert_eq!(stream.by_target(&by_completion, &[]), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
         assert_eq!(stream.lengths(), [3, 1, 0, 2]);
     }
 

@@ -193,6 +193,7 @@ fn groups_equal_transformers_on_separate_sequences() {
                 old: Some(&old),
                 sampler: None,
                 reference: Some(&reference),
+                teacher: None,
                 entropy: None,
                 kept: None,
                 chosen: None,
@@ -210,6 +211,70 @@ fn groups_equal_transformers_on_separate_sequences() {
             let compared = check_gradients(&model, &golden, &format!("{tag}."), 1e-3);
             assert!(compared >= 40, "{what}: only {compared} gradients");
         }
+    }
+}
+
+/// The most probable tokens of a pass are targets of another. A teacher's token that is the sampled one has its log-probability, and adds to
+/// its gradient.
+#[test]
+fn tokens_of_a_teacher_are_targets_of_their_own() {
+    for name in ALL {
+        let model = model_of(name);
+        train_all(&model);
+        let groups = [Group::new(&model, "D1", &[3, 1, 0, 4]), Group::new(&model, "C", &[2, 5])];
+        let streams: Vec<GroupStream> = groups
+            .iter()
+            .map(|g| GroupStream {
+                prompt: &g.prompt,
+                completions: g.completions.iter().map(Vec::as_slice).collect(),
+            })
+            .collect();
+        let stream = PackedStream::new(&streams).unwrap();
+        let features: Vec<_> = groups.iter().map(|g| model.encode_prompt(&g.prompt).unwrap()).collect();
+        let vocab = model.decoder().config().vocab;
+        let all = model.score_top(&stream, &features, 0.9, vocab + 5).unwrap();
+        assert_eq!((all.top.k, all.top.tokens.len()), (vocab, vocab * stream.num_targets()), "{name}");
+        let sampled: Vec<u32> =
+            streams.iter().flat_map(|g| &g.completions).flat_map(|c| c.to_vec()).collect();
+        for (at, &token) in sampled.iter().enumerate() {
+            let own = all.top.part(at..at + 1);
+            let place = own.tokens.iter().position(|id| *id == token).unwrap();
+            assert_eq!(own.logprobs[place], all.logprobs[at], "{name}, token {at}");
+            let sum: f64 = own.logprobs.iter().map(|&logp| f64::from(logp).exp()).sum();
+            assert!((sum - 1.0).abs() < 1e-4 && own.logprobs.is_sorted_by(|a, b| a >= b), "{name}: {sum}");
+        }
+
+        // Two tokens at each place: the most probable one and the sampled one.
+        let pairs: Vec<u32> =
+            sampled.iter().enumerate().flat_map(|(at, &token)| [all.top.tokens[at * vocab], token]).collect();
+        let how = Training { temperature: 0.9, ..Training::default() };
+        let gradients = |stream: &PackedStream, dlogp: &[f32], dteacher: &[f32]| {
+            let pass = model.train_pass(stream, &features, how, None).unwrap();
+            let numbers = (pass.logprobs.clone(), pass.teacher.clone());
+            pass.backward_by_block(dlogp, None, dteacher, &mut |_| {}).unwrap();
+            (numbers, take_gradients(&model))
+        };
+        let n = stream.num_targets();
+        let (a, b) = (vec![0.3; n], vec![0.2; n]);
+        let both: Vec<f32> = a.iter().zip(&b).map(|(a, b)| a + b).collect();
+        let ((logp, none), want) = gradients(&stream, &both, &[]);
+        assert!(none.is_empty());
+        let taught = stream.clone().with_teacher_tokens(&pairs, 2).unwrap();
+        let of_sampled: Vec<f32> = b.iter().flat_map(|&b| [0.0, b]).collect();
+        let ((own, teacher), got) = gradients(&taught, &a, &of_sampled);
+        assert_eq!(own, logp, "{name}");
+        for (at, pair) in teacher.chunks(2).enumerate() {
+            assert_eq!(pair, [all.top.logprobs[at * vocab], logp[at]], "{name}, token {at}");
+        }
+        assert_close(&got, &want, 5e-5, name);
+        // The gradient of the most probable token is another one.
+        let of_first: Vec<f32> = b.iter().flat_map(|&b| [b, 0.0]).collect();
+        let (_, other) = gradients(&taught, &a, &of_first);
+        assert!(other != got, "{name}");
+        let refused =
+            |tokens: &[u32], k| stream.clone().with_teacher_tokens(tokens, k).unwrap_err().to_string();
+        assert!(refused(&pairs[1..], 2).contains("expected 2 for each of"), "{name}");
+        assert!(taught.with_teacher_tokens(&pairs, 2).is_err());
     }
 }
 

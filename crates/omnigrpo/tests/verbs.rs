@@ -2001,6 +2001,71 @@ fn a_teacher_scores_every_token() {
     );
 }
 
+/// A policy that reads the solution teaches itself, by each divergence. Its rows need the column, and evaluations do not.
+#[test]
+fn a_policy_teaches_itself_with_more_in_its_prompt() {
+    let place = Place::new();
+    let row = |id: usize, hint: &str| json!({ "id": format!("sum-{id}"), "problem": format!("What is {id}+3?"), "hint": hint, "solution": "5" });
+    place.write("rows.jsonl", (0..4).map(|id| format!("{}\n", row(id, "It is 5."))).collect::<String>());
+    place.write("held.jsonl", "{\"problem\": \"What is 1+1?\", \"solution\": \"2\"}\n");
+    let model = golden("checkpoints").join("qwen2");
+    let line = format!(
+        "--model_name_or_path {} --threads 1 --num_generations 4 --gradient_accumulation_steps 2 --max_completion_length 8 \
+         --train_file rows.jsonl --reward_funcs random --reward_weights 0 --max_steps 2",
+        model.display()
+    );
+    let run = |dir: &str, more: &str| place.run(&format!("train {line} --output_dir {dir} {more}"));
+    let told = run("own", "--teacher_prompt_column hint --eval_file held.jsonl").ok().stderr;
+    assert!(told.contains("teacher: the policy itself, which also reads the column `hint`"), "{told}");
+    assert!(of_steps(&place, "own", "kl")[0] > 0.0 && of_steps(&place, "own", "grad_norm")[0] > 0.0);
+    for more in [
+        "--teacher_divergence forward_kl --teacher_prompt_column solution",
+        "--teacher_divergence jsd --teacher_beta 0.9 --teacher_top_k 4 --teacher_prompt_column hint",
+        "--teacher_top_k 4 --teacher_prompt_column hint --teacher_prompt_template {prompt}({privileged_context})",
+        "--teacher_divergence jsd --teacher_prompt_column hint --sync_ref_model true",
+    ] {
+        let dir = more.replace(' ', "_");
+        run(&dir, more).ok();
+        let [divergence, norm] = ["teacher_divergence", "grad_norm"].map(|name| of_steps(&place, &dir, name));
+        assert!(divergence[0] > 0.0 && norm[0] > 0.0, "{more}: {divergence:?} {norm:?}");
+    }
+    // The plan counts the teacher's tokens, and no weights.
+    let parts = |more: &str| {
+        place.run(&format!("plan {line} --teacher_prompt_column hint --json plan.json {more}")).ok();
+        let plan: Value = serde_json::from_str(&place.text("plan.json")).unwrap();
+        ["tokens of the teacher", "reference"].map(|part| plan["parts"][part].as_u64().unwrap_or(0))
+    };
+    assert_eq!(parts(""), [0, 0]);
+    // Two prompts with 4 completions of 8 tokens: 8 bytes for a rollout, and 48 for a stream.
+    assert_eq!(parts("--teacher_top_k 10"), [10 * 2 * 4 * 8 * (8 + 48), 0]);
+
+    let refused = |code: i32, more: &str, parts: &[&str]| drop(run("x", more).fails(code, parts));
+    refused(
+        1,
+        "--teacher_prompt_column advice",
+        &["reads the column `advice`", "the row has no value in it"],
+    );
+    refused(
+        2,
+        "--teacher_prompt_column hint --teacher_prompt_template hint:{privileged_context}",
+        &["teacher_prompt_template", "begins with `{prompt}`"],
+    );
+    refused(
+        2,
+        "--teacher_prompt_template {prompt}{privileged_context}x",
+        &["`teacher_prompt_column` is not given"],
+    );
+    refused(2, "--teacher_prompt_column hint --beta 0.1", &["two more models", "`beta` 0.1"]);
+    refused(2, "--teacher_prompt_column hint --reference_device cpu", &["the policy is its own teacher"]);
+    refused(2, "--teacher_top_k 5", &["there is no teacher"]);
+    refused(2, "--teacher_prompt_column hint --teacher_beta 0.2", &["`teacher_divergence` is not jsd"]);
+    refused(
+        2,
+        "--teacher_prompt_column hint --teacher_divergence jsd --teacher_top_k 0",
+        &["`teacher_top_k`", "at least 1 token"],
+    );
+}
+
 /// Rewards are tried before a run: on the solution itself and on texts that are wrong, on samples of a model, and on recorded completions.
 #[test]
 fn rewards_are_tried_before_a_run() {

@@ -51,7 +51,7 @@ pub use device::Device;
 pub use error::{Error, Result};
 pub use experts::{ExpertLinear, RouterLoss, Routes, SameExperts};
 pub use gpu::Card;
-pub use head::{Scores, Targets, logits, score, score_backward};
+pub use head::{Scores, Targets, logits, score, score_backward, score_top};
 pub use host::Host;
 pub use linear::{Linear, Order, PackedLinear};
 pub use mix::{Mix, RowMix, Tokens, embed, embed_backward};

@@ -510,9 +510,9 @@ fn score(rows: usize, h: usize, v: usize, form: Form, back: Option<bool>) -> Res
         tokens: vec![0; part.rows],
     };
     let head = weights[0].weight();
-    let scores = cpu.score(&x, head, &targets, 1.0);
+    let scores = cpu.score(&x, head, &targets, 1.0, 0);
     if back.is_none() {
-        return Ok(part.scale * timed(|| drop(black_box(cpu.score(&x, head, &targets, 1.0)))));
+        return Ok(part.scale * timed(|| drop(black_box(cpu.score(&x, head, &targets, 1.0, 0)))));
     }
     let dlogp = vec![0.1; part.rows];
     Ok(part.scale * timed(|| drop(black_box(cpu.score_back(&x, head, &targets, &scores, &dlogp, None)))))

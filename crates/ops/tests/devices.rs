@@ -1010,6 +1010,38 @@ fn the_head() {
     assert!(omnigrpo_ops::score(&Rows::zeros(Device::Cpu, 2, 9), &head, &Targets::default(), 1.0).is_err());
 }
 
+/// The most probable tokens of each row are those of the twin, and as targets they have the same log-probabilities.
+#[test]
+fn the_most_probable_tokens() {
+    let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
+    for (rows, h, vocab, top) in [(1, 1, 1, 3), (3, 9, 37, 5), (4, 33, 2100, 60), (3, 9, 37, 100)] {
+        let head = param("head", &[vocab, h], 1);
+        let k = top.min(vocab);
+        let targets = |tokens: Vec<u32>| {
+            let each = tokens.len() / rows.max(1);
+            Targets { rows: (0..rows).collect(), offsets: (0..=rows).map(|row| row * each).collect(), tokens }
+        };
+        let normed = |device: Device| Rows::upload(device, noise(rows * h, 2), rows, h).unwrap();
+        let run = |device: Device| {
+            let one = targets(vec![0; rows]);
+            let scores = omnigrpo_ops::score_top(&normed(device), &head, &one, 0.75, top).unwrap();
+            let (ids, logp): (Vec<u32>, Vec<f32>) = scores.top.into_iter().unzip();
+            let again = omnigrpo_ops::score(&normed(device), &head, &targets(ids.clone()), 0.75).unwrap();
+            let far = far(&again.logprobs.to_f64(), &wide(&logp));
+            assert!(far <= 1e-5, "{top} of {vocab} on {device}: {far}");
+            (ids, logp)
+        };
+        let (ids, want) = run(Device::Twin);
+        assert_eq!(ids.len(), rows * k);
+        for device in devices() {
+            let (own, got) = run(device);
+            assert_eq!(own, ids, "{top} of {vocab} on {device}");
+            let far = far(&wide(&got), &wide(&want));
+            assert!(far <= 1e-5, "{top} of {vocab} on {device}: {far}");
+        }
+    }
+}
+
 /// A bf16 head after a bf16 norm, so that all factors are bf16 on a GPU. The test above covers central differences,
 /// since the twin computes both alike.
 #[test]
@@ -1672,6 +1704,7 @@ fn mixed_devices([own, other]: [Device; 2]) {
                     entropies: of(1).entropies,
                     lse: of(2).lse,
                     temperature: 1.0,
+                    top: Vec::new(),
                 };
                 omnigrpo_ops::score_backward(&rows(on(0), 4), &table, &targets, &scores, &[0.0], None)
                     .map(drop)

@@ -74,7 +74,8 @@ pub fn binding(values: &Values, settings: &Settings, verb: Verb, leaves: usize) 
 fn unnamed(settings: &Settings) -> impl Iterator<Item = (String, Json)> {
     let Settings { prompts: PromptSettings { render, media, .. }, algorithm, run, .. } = settings;
     let usual = MediaSettings::default();
-    let taught = settings.model.teacher.is_none() && algorithm.loss.distillation != 0.0;
+    let is_named = settings.model.teacher.is_some() || settings.prompts.privileged_context.is_some();
+    let taught = !is_named && algorithm.loss.distillation != 0.0;
     let changed = [
         (!render.tools.is_empty(), "tools", json!(render.tools)),
         (render.now.is_some(), "time of the chat template", json!(render.now)),
@@ -83,6 +84,7 @@ fn unnamed(settings: &Settings) -> impl Iterator<Item = (String, Json)> {
         (media.shuffle_frames != usual.shuffle_frames, "shuffle_frames", json!(media.shuffle_frames)),
         (!algorithm.recall, "recall", json!(algorithm.recall)),
         (taught, "distillation", json!(algorithm.loss.distillation)),
+        (taught && algorithm.loss.divergence.top_k() > 0, "divergence", json!(algorithm.loss.divergence)),
     ];
     changed
         .into_iter()

@@ -169,9 +169,14 @@ const RULES: &[Rule] = &[
         })
     }),
     rule(|s| {
-        when(s.model.teacher.is_some() && s.algorithm.loss.beta != 0.0, || {
+        let taught = match (&s.model.teacher, &s.prompts.privileged_context) {
+            (Some(_), _) => "teacher_model_name_or_path",
+            (None, Some(_)) => "teacher_prompt_column",
+            (None, None) => return Vec::new(),
+        };
+        when(s.algorithm.loss.beta != 0.0, || {
             Problem::usage("a teacher and the KL term would need two more models")
-                .got(format!("`teacher_model_name_or_path` and `beta` {}", s.algorithm.loss.beta))
+                .got(format!("`{taught}` and `beta` {}", s.algorithm.loss.beta))
                 .expected(
                     "`beta 0` with a teacher; without one, `ref_model_name_or_path` names another reference",
                 )

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use omnigrpo_data::Dataset;
 use omnigrpo_grpo::Covariance;
-use omnigrpo_models::{Model, PromptBuilder};
+use omnigrpo_models::{Model, PromptBuilder, TopTokens};
 use omnigrpo_rewards::{Logged, RewardMatrix};
 use omnigrpo_rollout::{Completion, FinishReason};
 use serde::{Deserialize, Serialize};
@@ -44,6 +44,9 @@ pub struct BufferState {
     /// Log-probabilities under the reference by row, completion and token; null if they have not been computed yet.
     #[serde(default)]
     pub reference: Vec<Vec<Option<Vec<f32>>>>,
+    /// Most probable tokens of the teacher by row, completion and token; empty unless the loss reads them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub teacher: Vec<Vec<Option<TopTokens>>>,
     /// Decision of the entropy gate for each token, true if the token is kept; null without a gate.
     #[serde(default)]
     pub kept: Vec<Vec<Option<Vec<bool>>>>,
@@ -76,6 +79,7 @@ impl BufferState {
             .map(|part| (part.rewards.names.clone(), part.rewards.weights.clone()))
             .unwrap_or_default();
         let turns = each(rollouts, |c| SavedTurn::of(&c.completion));
+        let teacher = each(rollouts, |c| c.teacher.clone());
         let values =
             |reward: usize| rollouts.iter().flat_map(|part| part.rewards.values[reward].clone()).collect();
         Self {
@@ -89,6 +93,7 @@ impl BufferState {
             old: each(rollouts, |c| c.old.clone().unwrap_or_default()),
             sampled: each(rollouts, |c| c.completion.logprobs.clone()),
             reference: each(rollouts, |c| c.reference.clone()),
+            teacher: if teacher.iter().flatten().all(Option::is_none) { Vec::new() } else { teacher },
             kept: each(rollouts, |c| c.kept.clone()),
             chosen: each(rollouts, |c| c.chosen.clone()),
             turns: if turns.iter().flatten().all(Vec::is_empty) { Vec::new() } else { turns },
@@ -123,11 +128,33 @@ impl BufferState {
             && per_token(&self.reference, &sampled_tokens)
             && per_token(&self.kept, &sampled_tokens)
             && per_token(&self.chosen, &sampled_tokens)
+            && self.teacher_is_whole(&sampled_tokens)
             && (0..rows).all(groups)
             && self.reward_totals.len() == completions
             && self.reward_values.len() == self.reward_names.len()
             && self.reward_weights.len() == self.reward_names.len()
             && self.reward_values.iter().all(|values| values.len() == completions)
+    }
+
+    /// Returns true if the teacher's tokens have an entry for each completion, token and place, or if there are none.
+    fn teacher_is_whole(&self, tokens: &[Vec<usize>]) -> bool {
+        let of = |own: &[Option<TopTokens>]| {
+            own.iter().map(|top| top.as_ref().map(|top| top.k)).collect::<Vec<_>>()
+        };
+        let fits = |(own, &tokens): (&Option<TopTokens>, &usize)| {
+            let whole =
+                |top: &TopTokens| [top.tokens.len(), top.logprobs.len()] == [tokens.saturating_mul(top.k); 2];
+            own.as_ref().is_none_or(whole)
+        };
+        let mut sizes = self.teacher.iter().flat_map(|own| of(own));
+        let first = sizes.next();
+        let group = |(own, tokens): (&Vec<Option<TopTokens>>, &Vec<usize>)| {
+            own.len() == tokens.len() && own.iter().zip(tokens).all(fits)
+        };
+        self.teacher.is_empty()
+            || sizes.all(|size| Some(size) == first)
+                && self.teacher.len() == tokens.len()
+                && self.teacher.iter().zip(tokens).all(group)
     }
 
     /// Returns the number of sampled tokens by row and completion, or `None` if the turns do not fit the completions.
@@ -216,6 +243,7 @@ impl BufferState {
             let each = self.ids[r].iter().zip(&self.texts[r]).zip(self.truncated[r].iter().zip(&self.old[r]));
             let mut sampled = self.sampled.get(r).into_iter().flatten();
             let mut reference = self.reference.get(r).into_iter().flatten();
+            let mut teacher = self.teacher.get(r).into_iter().flatten();
             let mut kept = self.kept.get(r).into_iter().flatten();
             let mut chosen = self.chosen.get(r).into_iter().flatten();
             let mut turns = self.turns.get(r).into_iter().flatten();
@@ -226,6 +254,7 @@ impl BufferState {
                 saved_turns::give_back(&mut completion, turns.next().map_or(&[], Vec::as_slice));
                 Scored {
                     reference: reference.next().cloned().flatten(),
+                    teacher: teacher.next().cloned().flatten(),
                     kept: kept.next().cloned().flatten(),
                     chosen: chosen.next().cloned().flatten(),
                     ..Scored::new(completion, Some(old.clone()))

@@ -157,17 +157,19 @@ pub(crate) fn step_time_on(
             Work::None => continue,
             Work::Rollout(rows) => {
                 let sampling = &plan.algorithm.sampling;
-                let own = Rollout {
-                    prompts: rows.iter().map(|row| &*row.prompt).collect(),
+                let of = |prompts: Vec<_>| Rollout {
+                    prompts,
                     completions: plan.algorithm.num_generations as f64,
                     tokens: sampling.max_completion_length as f64,
                 };
+                let own = of(rows.iter().map(|row| &*row.prompt).collect());
                 let updates = rows.len().div_ceil(plan.prompts_per_step.max(1)) * num_iterations;
                 let (updates, passes) = (updates.max(1) as f64, num_iterations as f64);
                 rollout += own.seconds(&sizes, rates) / updates;
                 let pass = own.pass(&sizes);
                 if plan.reference != ReferenceKept::No {
-                    reference += of_products(pass) / updates;
+                    let read = rows.iter().map(|row| row.teacher.as_deref().unwrap_or(&row.prompt));
+                    reference += of_products(of(read.collect()).pass(&sizes)) / updates;
                 }
                 (pass, own.features(), updates, passes)
             }

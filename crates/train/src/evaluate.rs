@@ -40,6 +40,10 @@ impl EvalPlan {
     /// Creates a plan for all rows of a dataset with one greedy completion each.
     pub fn new(prompts: Arc<PromptBuilder>, dataset: Arc<Dataset>) -> Self {
         let rows = (0..dataset.len()).collect();
+        let prompts = match prompts.settings().privileged_context {
+            Some(_) => Arc::new(prompts.without_teacher()),
+            None => prompts,
+        };
         Self { prompts, dataset, rows, interaction: None, options: EvalOptions::default() }
     }
 }

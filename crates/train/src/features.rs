@@ -114,14 +114,18 @@ pub(crate) fn encode_again(model: &Model, groups: &mut [Group]) -> Result<()> {
     Ok(())
 }
 
-/// Returns the features for the reference. If the tower is trained, or if the reference is another model, the reference computes them. If only the projector is
-/// trained, the reference projects the policy's tower output. Otherwise they are the policy's features.
+/// Returns the features for the reference. If the tower is trained, or if the reference is another model, the reference computes
+/// them. If only the projector is trained, the reference projects the policy's tower output. Otherwise, and if the policy is its own
+/// teacher, they are the policy's features.
 pub(crate) fn of_reference(
     reference: &Model,
     policy: &Model,
     prompt: &Prompt,
     features: &[Features],
 ) -> Result<Vec<Features>> {
+    if std::ptr::eq(reference, policy) {
+        return Ok(features.to_vec());
+    }
     if policy.trains_tower() || reference.dir() != policy.dir() {
         return Ok(reference.encode_prompt(prompt)?);
     }

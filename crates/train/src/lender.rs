@@ -262,7 +262,7 @@ impl Lenders {
 pub struct Models<'m> {
     /// Policy, which is trained.
     pub policy: &'m Model,
-    /// Reference of the KL term, if any.
+    /// Reference of the KL term, or teacher, if any. It is the policy itself if that is its own teacher.
     pub reference: Option<&'m Model>,
     /// Lenders of the weights that are cut.
     lenders: Option<&'m Lenders>,
@@ -287,7 +287,8 @@ impl<'m> Models<'m> {
 
     /// Returns the lender of the reference's weights.
     pub(crate) fn of_reference(self) -> Option<&'m Lender> {
-        self.lenders?.reference.as_deref()
+        let is_policy = self.reference.is_some_and(|own| std::ptr::eq(own, self.policy));
+        if is_policy { self.of_policy() } else { self.lenders?.reference.as_deref() }
     }
 }
 

@@ -65,6 +65,8 @@ pub enum ReferenceKept {
     InPlace,
     /// Another model ([`MemoryPlan::own_reference`]).
     Own,
+    /// The policy itself, which is its own teacher.
+    Policy,
 }
 
 /// Settings that determine the memory of a run.
@@ -118,6 +120,8 @@ pub struct Memory {
     pub optimizer: u64,
     /// Weights of the reference that are not shared with the policy.
     pub reference: u64,
+    /// Most probable tokens of a teacher, and what the loss computes from them.
+    pub teacher: u64,
     /// Gradients at the peak of the passes.
     pub gradients: u64,
     /// Decoded media of the current step and of the next one.
@@ -175,13 +179,14 @@ impl Memory {
     }
 
     /// Returns each part with its name.
-    pub fn parts(&self) -> [(&'static str, u64); 16] {
+    pub fn parts(&self) -> [(&'static str, u64); 17] {
         [
             ("program and rows", self.program),
             ("reward models", self.rewards),
             ("weights", self.weights),
             ("adapters", self.adapters),
             ("reference", self.reference),
+            ("tokens of the teacher", self.teacher),
             ("moments and masters", self.optimizer),
             ("gradients", self.gradients),
             ("decoded media", self.media),
@@ -326,9 +331,19 @@ fn lasting(model: &Model, plan: &MemoryPlan) -> Memory {
     out
 }
 
+/// Returns the bytes of a teacher's most probable tokens: the id and the log-probability of each for a rollout, and for a stream the
+/// log-probabilities and gradients in f64, and their copies in f32.
+fn teacher_bytes(plan: &MemoryPlan) -> u64 {
+    let Work::Rollout(rows) = &plan.work else { return 0 };
+    let algorithm = plan.algorithm;
+    let each = (algorithm.num_generations * algorithm.sampling.max_completion_length) as u64;
+    let (all, stream) = (each * rows.len() as u64, algorithm.stream_rows() as u64);
+    algorithm.loss.teacher_tokens() as u64 * (8 * all + 48 * all.min(stream))
+}
+
 /// Returns the main memory beside a card. Gradients that are updated there keep their memory for the next step.
 fn beside_card(model: &Model, plan: &MemoryPlan) -> Memory {
-    let mut out = Memory { media: moving_media(plan), ..lasting(model, plan) };
+    let mut out = Memory { media: moving_media(plan), teacher: teacher_bytes(plan), ..lasting(model, plan) };
     if is_offloaded(plan) {
         let trained = model.params().iter().filter(|param| param.trainable());
         out.gradients = trained.map(|param| 4 * param.len() as u64).sum();
@@ -404,7 +419,9 @@ fn measured(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
     out.activations = most.of(Held::Activations);
     out.recorded = most.of(Held::Recorded);
     out.workspace = if plan.of == MemoryOf::Card { Card::OWN_BYTES as u64 } else { 0 };
-    out.media = if plan.of == MemoryOf::Host { moving_media(plan) } else { 0 };
+    if plan.of == MemoryOf::Host {
+        (out.media, out.teacher) = (moving_media(plan), teacher_bytes(plan));
+    }
     Ok(out)
 }
 
@@ -443,13 +460,14 @@ pub(crate) fn reinforce(
     let algorithm = Algorithm { split: Division::default(), ..plan.algorithm.algorithm.clone() };
     let algorithm = &Divided::from(algorithm);
     let size = algorithm.num_generations;
+    let teaches_itself = plan.reference == ReferenceKept::Policy;
     let start = match &plan.own_reference {
-        None if algorithm.loss.needs_reference() => {
+        None if algorithm.loss.needs_reference() && !teaches_itself => {
             Some(model.reference(ReferencePlace::Memory(model.device()))?)
         }
         _ => None,
     };
-    let reference = plan.own_reference.as_deref().or(start.as_ref());
+    let reference = plan.own_reference.as_deref().or(start.as_ref()).or(teaches_itself.then_some(model));
     let mut optimizer = AdamW::new(plan.optimizer.clone(), model.params());
     let prompts = || rows.iter().map(|row| &*row.prompt);
     let (encoded, seen) = footprint(|| {

@@ -6,12 +6,14 @@
 use std::mem::{replace, take};
 use std::ops::Range;
 
-use omnigrpo_grpo::{Batch, LossOutput, MetricSums, Normalizer, evaluate};
+use omnigrpo_grpo::{Batch, LossOutput, MetricSums, Normalizer, TeacherTokens, evaluate};
 use omnigrpo_models::{
-    DecoderMemory, FeatureGradients, Features, Memories, Model, PackedStream, Prompt, StreamPass, Training,
+    DecoderMemory, FeatureGradients, Features, Memories, Model, PackedStream, Prompt, StreamPass,
+    StreamScores, TopTokens, Training,
 };
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_rollout::Completion;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
@@ -20,7 +22,7 @@ use crate::features;
 use crate::gap::Gap;
 use crate::lender::{Lender, Models, in_turns};
 use crate::optimizer::AdamW;
-use crate::rollouts::{Group, Kept, Rollouts, Scored};
+use crate::rollouts::{Group, Kept, Reader, Rollouts, Scored};
 use crate::step::{Divided, TokenNumbers};
 use crate::streams::{Part, pack};
 use crate::timing::timed;
@@ -63,6 +65,8 @@ enum Way {
 struct Scores {
     logprobs: Vec<f32>,
     entropies: Vec<f32>,
+    /// Log-probabilities of the teacher's tokens, `[tokens, k]`.
+    teacher: Vec<f32>,
 }
 
 /// Results of the passes, for a leaf or for all of them.
@@ -195,7 +199,7 @@ impl<'a> Pass<'a> {
                 &self.truncated[span],
                 num_prompts.div_ceil(micro),
             )?;
-            let streams = streams(rollouts, first..last, algorithm.stream_rows()).into_iter();
+            let streams = streams(rollouts, first..last, algorithm.stream_rows(), Reader::Policy).into_iter();
             Ok(streams.map(|stream| (first, stream, normalizer)).collect())
         };
         let batches = leaf.clone().step_by(micro);
@@ -248,7 +252,7 @@ impl<'a> Pass<'a> {
         exchange: Option<&mut Exchange>,
         timer: &mut PhaseTimer,
     ) -> Result<()> {
-        let stream = rollouts.packed(parts)?;
+        let stream = rollouts.packed(parts, Reader::Policy)?;
         let (way, recompute) = (self.way(parts, rollouts), self.training.recompute);
         let mut forward = |recalled, recompute| {
             timed(timer, "forward", || self.forward(&stream, parts, rollouts, recalled, recompute))
@@ -302,6 +306,7 @@ impl<'a> Pass<'a> {
         Some(Scores {
             logprobs: completions().flat_map(|c| &c.logprobs).copied().collect(),
             entropies: completions().flat_map(|c| &c.entropies).copied().collect(),
+            teacher: Vec::new(),
         })
     }
 
@@ -326,7 +331,11 @@ impl<'a> Pass<'a> {
         let known = recalled.map(|memory| memory.of_stream(stream)).transpose()?.flatten();
         let training = Training { recompute, ..training };
         let mut pass = model.train_pass(stream, &features, training, known)?;
-        let scores = Scores { logprobs: take(&mut pass.logprobs), entropies: take(&mut pass.entropies) };
+        let scores = Scores {
+            logprobs: take(&mut pass.logprobs),
+            entropies: take(&mut pass.entropies),
+            teacher: take(&mut pass.teacher),
+        };
         self.passed.num_tokens += stream.rows() as u64;
         if self.passed.on_policy {
             let each = rollouts.members(parts).zip(stream.each(&scores.logprobs));
@@ -358,6 +367,15 @@ impl<'a> Pass<'a> {
         let sampler = sampler.map(|each| wide(&each.concat()));
         let reference: Option<Vec<&[f32]>> = members().map(|c| c.reference.as_deref()).collect();
         let reference = reference.map(|each| wide(&each.concat()));
+        let taught = self.algorithm.loss.teacher_tokens() > 0;
+        let taught: Option<Vec<&TopTokens>> =
+            members().map(|c| c.teacher.as_ref().filter(|_| taught)).collect();
+        let taught = taught.filter(|each| !each.is_empty()).map(|each| {
+            let k = each.iter().map(|top| top.k).max().unwrap_or_default();
+            let own = each.iter().flat_map(|top| &top.logprobs).map(|&x| f64::from(x));
+            (k, wide(&scores.teacher), own.collect::<Vec<f64>>())
+        });
+        let teacher = taught.as_ref().map(|(k, logp, teacher)| TeacherTokens { k: *k, logp, teacher });
         let kept: Option<Vec<&[bool]>> = members().map(|c| c.kept.as_deref()).collect();
         let kept = kept.map(|each| each.concat());
         let chosen: Option<Vec<&[bool]>> = members().map(|c| c.chosen.as_deref()).collect();
@@ -368,6 +386,7 @@ impl<'a> Pass<'a> {
             old: old.as_deref(),
             sampler: sampler.as_deref(),
             reference: reference.as_deref(),
+            teacher,
             entropy: Some(&wide(&scores.entropies)),
             kept: kept.as_deref(),
             chosen: chosen.as_deref(),
@@ -414,7 +433,8 @@ impl<'a> Pass<'a> {
             }
         };
         let router = pass.router();
-        let gradients = pass.backward_by_block(&narrow(&loss.dlogp), dentropy.as_deref(), &mut done)?;
+        let (dlogp, dteacher) = (narrow(&loss.dlogp), narrow(&loss.dteacher));
+        let gradients = pass.backward_by_block(&dlogp, dentropy.as_deref(), &dteacher, &mut done)?;
         if let Some(router) = router {
             self.passed.router.iter_mut().zip(router.losses()).for_each(|(sum, own)| *sum += own);
         }
@@ -423,31 +443,45 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// Packs groups of a rollout into streams.
-fn streams(rollouts: &Rollouts, groups: Range<usize>, max_rows: usize) -> Vec<Vec<Part>> {
-    let shapes: Vec<_> = rollouts.groups[groups.clone()].iter().map(Group::shape).collect();
+/// Packs groups of a rollout into streams of a model.
+fn streams(rollouts: &Rollouts, groups: Range<usize>, max_rows: usize, reader: Reader) -> Vec<Vec<Part>> {
+    let shapes: Vec<_> = rollouts.groups[groups.clone()].iter().map(|group| group.shape(reader)).collect();
     let mut streams = pack(&shapes, max_rows);
     streams.iter_mut().flatten().for_each(|part| part.group += groups.start);
     streams
 }
 
-/// Log-probabilities and entropies of a completion.
-type Numbers<'a> = (&'a [f32], &'a [f32]);
+/// A model that scores completions.
+#[derive(Clone, Copy)]
+struct Scorer<'m> {
+    model: &'m Model,
+    /// Lender of the model's weights.
+    lender: Option<&'m Lender>,
+    reader: Reader,
+    /// Number of most probable tokens that are kept at each token.
+    top: usize,
+}
+
+impl<'m> Scorer<'m> {
+    fn policy(models: Models<'m>) -> Self {
+        Self { model: models.policy, lender: models.of_policy(), reader: Reader::Policy, top: 0 }
+    }
+}
 
 /// Scores the completions of this rank with a model and passes the numbers that `choose` selects to `keep`, for the completions of
 /// all ranks. `seen` returns the features of a group's media for this model.
-fn score(
-    (model, lender): (&Model, Option<&Lender>),
+fn score<T: Serialize + DeserializeOwned>(
+    scorer: Scorer,
     algorithm: &Divided,
     rollouts: &mut Rollouts,
     streams: Result<Vec<Vec<Part>>>,
     seen: impl Fn(&Group) -> Result<Vec<Features>>,
-    choose: impl Fn(Numbers) -> &[f32],
-    keep: impl Fn(&mut Scored, Vec<f32>),
+    choose: impl Fn(StreamScores) -> T,
+    keep: impl Fn(&mut Scored, T),
 ) -> Result<()> {
-    let own = score_own((model, lender), algorithm, rollouts, streams, seen, choose);
+    let own = score_own(scorer, algorithm, rollouts, streams, seen, choose);
     // The files of weights are checked before the numbers are used.
-    let own = own.and_then(|own| Ok(model.files_unchanged().map(|()| own)?));
+    let own = own.and_then(|own| Ok(scorer.model.files_unchanged().map(|()| own)?));
     let all = algorithm.split.collect(rollouts.groups.len(), own)?;
     for (group, numbers) in rollouts.groups.iter_mut().zip(all) {
         group.completions.iter_mut().zip(numbers).for_each(|(c, numbers)| keep(c, numbers));
@@ -456,21 +490,21 @@ fn score(
 }
 
 /// Returns the groups in the streams with the chosen numbers of each completion.
-fn score_own(
-    (model, lender): (&Model, Option<&Lender>),
+fn score_own<T>(
+    Scorer { model, lender, reader, top }: Scorer,
     algorithm: &Divided,
     rollouts: &Rollouts,
     streams: Result<Vec<Vec<Part>>>,
     seen: impl Fn(&Group) -> Result<Vec<Features>>,
-    choose: impl Fn(Numbers) -> &[f32],
-) -> Result<Vec<(usize, Vec<Vec<f32>>)>> {
+    choose: impl Fn(StreamScores) -> T,
+) -> Result<Vec<(usize, Vec<T>)>> {
     let temperature = algorithm.sampling.scoring_temperature();
     let mut last: Option<(usize, Vec<Features>)> = None;
     // A group without completions is in no stream.
     let own = algorithm.split.own_places(rollouts.groups.len(), algorithm.micro()).into_iter();
-    let mut scored: Vec<(usize, Vec<Vec<f32>>)> = own.map(|group| (group, Vec::new())).collect();
-    let score = |scored: &mut Vec<(usize, Vec<Vec<f32>>)>, parts: Vec<Part>, _| {
-        let stream = rollouts.packed(&parts)?;
+    let mut scored: Vec<(usize, Vec<T>)> = own.map(|group| (group, Vec::new())).collect();
+    let score = |scored: &mut Vec<(usize, Vec<T>)>, parts: Vec<Part>, _| {
+        let stream = rollouts.packed(&parts, reader)?;
         let mut features = Vec::with_capacity(parts.len());
         for part in &parts {
             // A group that was split continues in the next stream.
@@ -481,11 +515,20 @@ fn score_own(
             features.push(own.clone());
             last = Some((part.group, own));
         }
-        let (logprobs, entropies) = model.score(&stream, &features, temperature)?;
-        let mut each = stream.each(&logprobs).zip(stream.each(&entropies));
+        let all = model.score_top(&stream, &features, temperature, top)?;
+        let (mut lengths, mut start) = (stream.lengths().iter(), 0);
         for part in &parts {
             let of_group = scored.iter_mut().find(|(group, _)| *group == part.group);
-            let each = each.by_ref().take(part.completions.len()).map(|numbers| choose(numbers).to_vec());
+            let each = lengths.by_ref().take(part.completions.len()).map(|&length| {
+                let own = start..start + length;
+                start = own.end;
+                choose(StreamScores {
+                    logprobs: all.logprobs[own.clone()].to_vec(),
+                    entropies: all.entropies[own.clone()].to_vec(),
+                    top: all.top.part(own),
+                })
+            });
+            let each: Vec<T> = each.collect();
             if let Some((_, numbers)) = of_group {
                 numbers.extend(each);
             }
@@ -499,23 +542,26 @@ fn score_own(
 /// Scores the completions with the weights that sampled them, for updates after the weights have changed.
 pub(crate) fn old_logprobs(models: Models, algorithm: &Divided, rollouts: &mut Rollouts) -> Result<()> {
     let leaves = algorithm.own_leaves(rollouts.groups.len()).into_iter();
-    let streams = leaves.flat_map(|leaf| streams(rollouts, leaf, algorithm.stream_rows())).collect();
+    let streams =
+        leaves.flat_map(|leaf| streams(rollouts, leaf, algorithm.stream_rows(), Reader::Policy)).collect();
     let seen = |group: &Group| Ok(group.features.clone());
-    let policy = (models.policy, models.of_policy());
-    score(policy, algorithm, rollouts, Ok(streams), seen, |(logp, _)| logp, |c, logp| c.old = Some(logp))
+    let policy = Scorer::policy(models);
+    let choose = |numbers: StreamScores| numbers.logprobs;
+    score(policy, algorithm, rollouts, Ok(streams), seen, choose, |c, logp| c.old = Some(logp))
 }
 
 /// Computes the entropies of the current weights at each token of recorded completions. Each completion is a separate stream, so
 /// that the entropies do not depend on `max_stream_tokens`.
 pub(crate) fn entropies(models: Models, algorithm: &Divided, rollouts: &mut Rollouts) -> Result<()> {
     let leaves = algorithm.own_leaves(rollouts.groups.len()).into_iter();
-    let streams = leaves.flat_map(|leaf| streams(rollouts, leaf, 1)).collect();
+    let streams = leaves.flat_map(|leaf| streams(rollouts, leaf, 1, Reader::Policy)).collect();
     let seen = |group: &Group| Ok(group.features.clone());
-    let policy = (models.policy, models.of_policy());
-    score(policy, algorithm, rollouts, Ok(streams), seen, |(_, h)| h, |c, h| c.completion.entropies = h)
+    let policy = Scorer::policy(models);
+    let choose = |numbers: StreamScores| numbers.entropies;
+    score(policy, algorithm, rollouts, Ok(streams), seen, choose, |c, h| c.completion.entropies = h)
 }
 
-/// Scores the completions with the reference, in the streams of the update. The completions store the numbers for all updates. Does
+/// Scores the completions with the reference or teacher, in streams like those of the update. The completions store the numbers for all updates. Does
 /// nothing without a reference. `ready` is the result of this rank's preparation.
 pub(crate) fn reference_logprobs(
     models: Models,
@@ -530,16 +576,21 @@ pub(crate) fn reference_logprobs(
         let end = leaf.end;
         leaf.step_by(micro).map(move |first| first..(first + micro).min(end))
     });
-    let streams = batches.flat_map(|groups| streams(rollouts, groups, algorithm.stream_rows())).collect();
+    let (reader, top) = (Reader::Reference, algorithm.loss.teacher_tokens());
+    let streams =
+        batches.flat_map(|groups| streams(rollouts, groups, algorithm.stream_rows(), reader)).collect();
     let seen =
         |group: &Group| features::of_reference(reference, models.policy, &group.row.prompt, &group.features);
     score(
-        (reference, models.of_reference()),
+        Scorer { model: reference, lender: models.of_reference(), reader, top },
         algorithm,
         rollouts,
         ready.map(|()| streams),
         seen,
-        |(logp, _)| logp,
-        |c, logp| c.reference = Some(logp),
+        |numbers| (numbers.logprobs, numbers.top),
+        |c, (logp, most)| {
+            c.reference = Some(logp);
+            c.teacher = Some(most).filter(|_| top > 0);
+        },
     )
 }

@@ -23,7 +23,7 @@ use crate::rollouts::Rollouts;
 use crate::rows::SkipPolicy;
 use crate::schedule::ScheduleKind;
 use crate::selection::Selection;
-use crate::step::Divided;
+use crate::step::{Algorithm, Divided};
 
 /// Condition for writing checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -265,6 +265,21 @@ impl RunPlan {
     /// that follows the policy cannot, because its weights change.
     pub fn lends_reference(&self, device: Device) -> bool {
         device == Device::Cpu && self.sync_reference.is_none()
+    }
+
+    /// Returns true if the policy is its own teacher, with the weights that sample and more in its prompt. A teacher that is another
+    /// model, or that follows the policy, is a reference instead. `is_alone` is true if no reference model is given.
+    pub(crate) fn teaches_itself(
+        &self,
+        algorithm: &Algorithm,
+        prompts: &PromptBuilder,
+        is_alone: bool,
+    ) -> bool {
+        self.objective == Objective::Reinforce
+            && algorithm.loss.needs_reference()
+            && prompts.settings().privileged_context.is_some()
+            && is_alone
+            && self.sync_reference.is_none()
     }
 
     /// Returns the number of updates of the run for `usable` rows.

@@ -288,6 +288,11 @@ impl Run {
         Ok(prepared)
     }
 
+    /// Returns true if the policy is its own teacher ([`RunPlan::teaches_itself`]).
+    fn teaches_itself(&self) -> bool {
+        self.plan.teaches_itself(&self.algorithm, &self.prompts, self.reference_model.is_none())
+    }
+
     /// Returns true if rewards score sampled completions.
     fn scores(&self) -> bool {
         self.plan.objective == Objective::Reinforce && !self.plan.rows.replay
@@ -675,8 +680,8 @@ impl Prepared {
         };
         let micro_batches = self.prompts_here(&self.run.plan).div_ceil(algorithm.micro());
         // The reference of an adapter has the same weights; another one is in the checkpoint's files or is cut, too.
-        let scores =
-            algorithm.loss.needs_reference() && !self.run.plan.lends_reference(self.run.model.device());
+        let lends = self.run.plan.lends_reference(self.run.model.device()) && !self.run.teaches_itself();
+        let scores = algorithm.loss.needs_reference() && !lends;
         let gathers = 1 + micro_batches * (2 + usize::from(scores));
         let each = outline.params().iter().map(|param| {
             let gathered = if is_cut(param) { gathers * param.num_bytes() } else { 0 };
@@ -732,7 +737,11 @@ impl Prepared {
             (None, Policy::Planned(plan)) => of_files(plan),
             (None, Policy::Loaded(model)) => model.adapter_params().is_empty(),
         };
-        if !needed || device != self.run.reference_device {
+        if !needed {
+            ReferenceKept::No
+        } else if self.run.teaches_itself() {
+            ReferenceKept::Policy
+        } else if device != self.run.reference_device {
             ReferenceKept::No
         } else if self.reference.is_some() {
             ReferenceKept::Own
@@ -858,7 +867,7 @@ impl Prepared {
         // If kept, they would hold their decoded media during the complete run.
         drop((longest, typical));
         run.prompts.media_store().set_max_bytes(forecast.need.media_store);
-        let split = &run.algorithm.split;
+        let (split, teaches_itself) = (&run.algorithm.split, run.teaches_itself());
         let model = match run.model {
             Policy::Loaded(model) => Ok(*model),
             Policy::Planned(plan) => plan.load_on(split, &run.selection),
@@ -867,6 +876,12 @@ impl Prepared {
             let each = model.tensor_digests().into_iter();
             Ok(each.map(|(name, digest)| (name, shown(digest))).collect())
         })?;
+        if let Some(context) = run.prompts.settings().privileged_context.as_ref().filter(|_| teaches_itself) {
+            console.line(&format!(
+                "teacher: the policy itself, which also reads the column `{}`",
+                context.column
+            ));
+        }
         let reference_model = match run.reference_model.filter(|_| run.algorithm.loss.needs_reference()) {
             Some(own) => {
                 let own = own.load_to_read()?;

@@ -4,7 +4,7 @@ use std::mem::{replace, take};
 use std::ops::Range;
 
 use omnigrpo_grpo::{Advantages, Covariance, LossPlan, advantage, chosen_tokens, top_entropy_tokens};
-use omnigrpo_models::{DecoderMemory, Features, GroupStream, Memories, PackedStream};
+use omnigrpo_models::{DecoderMemory, Features, GroupStream, Memories, PackedStream, Prompt, TopTokens};
 use omnigrpo_rewards::RewardMatrix;
 use omnigrpo_rollout::{Completion, FinishReason, SampleKey};
 
@@ -26,6 +26,8 @@ pub struct Scored {
     /// Log-probability of each token under the reference, in nats. It is computed with the rollout if the reference follows the
     /// policy, otherwise in the first update.
     pub(crate) reference: Option<Vec<f32>>,
+    /// Most probable tokens of the teacher at each token, if the loss reads them. They are computed with `reference`.
+    pub(crate) teacher: Option<TopTokens>,
     /// Mask of the tokens that count in the policy term and the entropy bonus. It is fixed for the whole rollout; `None` keeps
     /// all tokens.
     pub(crate) kept: Option<Vec<bool>>,
@@ -36,7 +38,7 @@ pub struct Scored {
 
 impl Scored {
     pub(crate) fn new(completion: Completion, old: Option<Vec<f32>>) -> Self {
-        Self { completion, advantage: 0.0, old, reference: None, kept: None, chosen: None }
+        Self { completion, advantage: 0.0, old, reference: None, teacher: None, kept: None, chosen: None }
     }
 
     pub(crate) fn is_truncated(&self) -> bool {
@@ -62,10 +64,25 @@ pub struct Group {
     pub completions: Vec<Scored>,
 }
 
+/// Reader of a group's prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reader {
+    Policy,
+    /// Reference or teacher, whose prompt may have more in it.
+    Reference,
+}
+
 impl Group {
+    /// Returns the prompt as a model reads it.
+    pub(crate) fn prompt(&self, reader: Reader) -> &Prompt {
+        let PreparedRow { prompt, teacher, .. } = &self.row;
+        teacher.as_deref().filter(|_| reader == Reader::Reference).unwrap_or(prompt)
+    }
+
     /// Returns the lengths of the prompt and of each completion, in tokens.
-    pub(crate) fn shape(&self) -> (usize, Vec<usize>) {
-        (self.row.prompt.ids.len(), self.completions.iter().map(|c| c.completion.ids.len()).collect())
+    pub(crate) fn shape(&self, reader: Reader) -> (usize, Vec<usize>) {
+        let completions = self.completions.iter().map(|c| c.completion.ids.len());
+        (self.prompt(reader).ids.len(), completions.collect())
     }
 }
 
@@ -220,11 +237,11 @@ impl Rollouts {
         stream.iter().flat_map(|part| &self.groups[part.group].completions[part.completions.clone()])
     }
 
-    /// Packs the parts of a stream in the form that the model reads.
-    pub(crate) fn packed(&self, stream: &[Part]) -> Result<PackedStream> {
+    /// Packs the parts of a stream in the form that a model reads.
+    pub(crate) fn packed(&self, stream: &[Part], reader: Reader) -> Result<PackedStream> {
         let completions = |part: &Part| &self.groups[part.group].completions[part.completions.clone()];
         let group = |part: &Part| GroupStream {
-            prompt: &self.groups[part.group].row.prompt,
+            prompt: self.groups[part.group].prompt(reader),
             completions: completions(part).iter().map(|c| c.completion.ids.as_slice()).collect(),
         };
         let groups: Vec<GroupStream> = stream.iter().map(group).collect();
@@ -232,6 +249,11 @@ impl Rollouts {
         let packed = PackedStream::with_turns(&groups, turns)?;
         // After an update, rows may use other experts.
         let sampled = stream.iter().flat_map(completions).filter(|_| !self.updated);
-        Ok(packed.comparing_experts(sampled.map(|c| c.completion.experts.as_slice())))
+        let packed = packed.comparing_experts(sampled.map(|c| c.completion.experts.as_slice()));
+        let taught = || self.members(stream).filter_map(|scored| scored.teacher.as_ref());
+        let k = taught().map(|top| top.k).next().filter(|_| reader == Reader::Policy);
+        let Some(k) = k else { return Ok(packed) };
+        let tokens: Vec<u32> = taught().flat_map(|top| &top.tokens).copied().collect();
+        Ok(packed.with_teacher_tokens(&tokens, k)?)
     }
 }

@@ -72,6 +72,8 @@ pub struct PreparedRow {
     pub sample: Sample,
     /// Prompt with decoded media.
     pub prompt: Arc<Prompt>,
+    /// Prompt of a teacher that reads more than the policy ([`PromptBuilder::for_teacher`]).
+    pub teacher: Option<Arc<Prompt>>,
     /// Pass over the data that drew the row, from 0.
     pub epoch: u64,
 }
@@ -79,8 +81,8 @@ pub struct PreparedRow {
 impl PreparedRow {
     /// Decodes the media of a row and renders its prompt for the given pass over the data.
     pub fn new(prompts: &PromptBuilder, sample: Sample, epoch: u64) -> omnigrpo_models::Result<Self> {
-        let prompt = Arc::new(prompts.build_in(&sample, epoch)?);
-        Ok(Self { sample, prompt, epoch })
+        let prompt = prompts.build_in(&sample, epoch)?;
+        Self::of(prompts, sample, prompt, epoch)
     }
 
     /// Builds a row whose media have the right size but no content ([`PromptBuilder::outline`]).
@@ -88,8 +90,18 @@ impl PreparedRow {
     /// # Errors
     /// Returns an error if [`PromptBuilder::outline`] does.
     pub fn outline(prompts: &PromptBuilder, sample: Sample) -> omnigrpo_models::Result<Self> {
-        let prompt = Arc::new(prompts.outline(&sample)?);
-        Ok(Self { sample, prompt, epoch: 0 })
+        let prompt = prompts.outline(&sample)?;
+        Self::of(prompts, sample, prompt, 0)
+    }
+
+    fn of(
+        prompts: &PromptBuilder,
+        sample: Sample,
+        prompt: Prompt,
+        epoch: u64,
+    ) -> omnigrpo_models::Result<Self> {
+        let teacher = prompts.for_teacher(&sample, &prompt)?.map(Arc::new);
+        Ok(Self { sample, prompt: Arc::new(prompt), teacher, epoch })
     }
 
     /// Adds the media of turns that an environment added to completions of the row ([`AddedTurn::media`]).
@@ -145,7 +157,7 @@ impl Sent {
             instruction: Vec::new(),
             text: self.text,
         };
-        PreparedRow { sample, prompt: Arc::new(prompt), epoch }
+        PreparedRow { sample, prompt: Arc::new(prompt), teacher: None, epoch }
     }
 }
 

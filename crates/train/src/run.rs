@@ -157,10 +157,22 @@ impl Place {
     }
 }
 
+/// Returns the models of a step. A policy that is its own teacher is its own reference.
+fn models<'m>(
+    policy: &'m Model,
+    reference: Option<&'m Model>,
+    teaches_itself: bool,
+    lenders: &'m Lenders,
+) -> Models<'m> {
+    Models::from((policy, reference.or(teaches_itself.then_some(policy)))).lent(lenders)
+}
+
 /// State of the training loop.
 struct Loop {
     model: Model,
     reference: Option<Model>,
+    /// True if the policy is its own teacher. There is no `reference` then.
+    teaches_itself: bool,
     prompts: Arc<PromptBuilder>,
     shuffled: Option<Arc<PromptBuilder>>,
     rewards: Arc<RewardSet>,
@@ -204,7 +216,12 @@ impl Loop {
 
     /// Returns the models of a step.
     fn models(&self) -> Models<'_> {
-        Models::from((&self.model, self.reference.as_ref())).lent(&self.lenders)
+        models(&self.model, self.reference.as_ref(), self.teaches_itself, &self.lenders)
+    }
+
+    /// Returns true if the weights of the reference or teacher change during the run.
+    fn reference_moves(&self) -> bool {
+        self.teaches_itself || self.reference.is_some() && self.run.sync_reference.is_some()
     }
 
     /// Performs the next update. After a failure of the machine, the order of rows is that before the update.
@@ -247,7 +264,7 @@ impl Loop {
         let first_group = parts[..part].iter().map(|part| part.groups.len()).sum();
         let rollouts = &mut parts[part];
         // Only these fields are borrowed, because the optimizer changes.
-        let models = Models::from((&self.model, self.reference.as_ref())).lent(&self.lenders);
+        let models = models(&self.model, self.reference.as_ref(), self.teaches_itself, &self.lenders);
         let outcome = update(models, &mut self.optimizer, at, &self.algorithm, rollouts, timer)
             .map_err(|error| self.records.offending_rows(at.step + 1, rollouts, error))?;
         let mut metrics = outcome.metrics();
@@ -340,7 +357,7 @@ impl Loop {
                 timed(timer, "old", || old_logprobs(models, algorithm, part))?;
             }
             // A fixed reference can be evaluated later, when an update needs it. A moving one must be evaluated now.
-            if self.run.sync_reference.is_some() {
+            if self.reference_moves() {
                 timed(timer, "reference", || reference_logprobs(models, algorithm, Ok(()), part))?;
             }
         }

@@ -45,7 +45,8 @@ impl RowCheck<'_> {
                 Objective::Imitate => prompts.plan_sft(sample, headers)?,
                 Objective::Reinforce => {
                     let (prompt, plans) = prompts.plan(sample, headers)?;
-                    (prompt.ids.len(), plans)
+                    let of_teacher = prompts.plan_for_teacher(sample, &plans)?;
+                    (of_teacher.unwrap_or(prompt.ids.len()), plans)
                 }
             };
             let numbers: usize =

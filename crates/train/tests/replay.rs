@@ -144,7 +144,7 @@ fn prepared(name: &str, file: &str) -> (omnigrpo_models::PromptBuilder, Vec<Prep
         .map(|row| {
             let sample = rows.get(row).unwrap();
             let prompt = Arc::new(builder.build(&sample).unwrap());
-            PreparedRow { sample, prompt, epoch: 0 }
+            PreparedRow { sample, prompt, teacher: None, epoch: 0 }
         })
         .collect();
     (builder, rows)

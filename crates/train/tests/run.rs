@@ -18,6 +18,8 @@ mod ranks;
 #[path = "run/resume.rs"]
 mod resume;
 mod setup;
+#[path = "run/teachers.rs"]
+mod teachers;
 #[path = "run/turns.rs"]
 mod turns;
 
@@ -818,7 +820,7 @@ fn prepared(setup: &TrainSetup) -> Vec<PreparedRow> {
         .map(|&row| {
             let sample = setup.dataset.get(row).unwrap();
             let prompt = Arc::new(setup.prompts.build(&sample).unwrap());
-            PreparedRow { sample, prompt, epoch: 0 }
+            PreparedRow { sample, prompt, teacher: None, epoch: 0 }
         })
         .collect()
 }

@@ -155,8 +155,18 @@ class Settings(TypedDict, total=False):
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "sapo", "luspo", "vespo", "gmpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "seq_logp", "clamped_std", "gspo_token", "geo_mean", "reinforce++", "reinforce++_baseline", "dppo"]
     teacher_model_name_or_path: str | float | bool
     teacher_model: str | float | bool
+    teacher_prompt_column: str | float | bool
+    privileged_context_column: str | float | bool
+    teacher_prompt_template: str | float | bool
     teacher_coef: float
     teacher_kl_coef: float
+    teacher_divergence: Literal["reverse_kl", "forward_kl", "jsd"]
+    teacher_top_k: int
+    loss_top_k: int
+    distillation_topk: int
+    gkd_logits_topk: int
+    teacher_beta: float
+    distillation_alpha: float
     ref_model_name_or_path: str | float | bool
     ref_model: str | float | bool
     ref_load_in_8bit: bool

@@ -1,6 +1,7 @@
 //! Scores of packed streams, and their gradients.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::Arc;
 
 use omnigrpo_ops::{Device, Memory, ParamDtype, Part, RouterLoss, Rows, Tape, Var};
@@ -37,6 +38,37 @@ impl Default for Training {
     }
 }
 
+/// Numbers of a stream's scored tokens, completion by completion.
+#[derive(Clone, Debug, Default)]
+pub struct StreamScores {
+    /// Log-probability of each token, in nats.
+    pub logprobs: Vec<f32>,
+    /// Entropy at each token, in nats.
+    pub entropies: Vec<f32>,
+    /// Most probable tokens at each token.
+    pub top: TopTokens,
+}
+
+/// Most probable tokens at each scored token, `[tokens, k]`, the most probable first.
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
+pub struct TopTokens {
+    /// Number of tokens at each position.
+    pub k: usize,
+    /// Token ids.
+    pub tokens: Vec<u32>,
+    /// Log-probability of each, in nats.
+    pub logprobs: Vec<f32>,
+}
+
+impl TopTokens {
+    /// Returns the part of some of the scored tokens.
+    #[must_use]
+    pub fn part(&self, scored: Range<usize>) -> Self {
+        let own = scored.start * self.k..scored.end * self.k;
+        Self { k: self.k, tokens: self.tokens[own.clone()].to_vec(), logprobs: self.logprobs[own].to_vec() }
+    }
+}
+
 /// A stream after its forward pass, with the tape for the backward pass.
 pub struct StreamPass<'a> {
     model: &'a Model,
@@ -49,6 +81,9 @@ pub struct StreamPass<'a> {
     pub logprobs: Vec<f32>,
     /// Entropy at each scored token, in nats.
     pub entropies: Vec<f32>,
+    /// Log-probabilities of the teacher's tokens at each scored token, `[tokens, k]`
+    /// ([`PackedStream::with_teacher_tokens`]); empty without them.
+    pub teacher: Vec<f32>,
     router: Option<Arc<RouterLoss>>,
 }
 
@@ -120,6 +155,22 @@ impl Model {
         features: &[Vec<Features>],
         temperature: f32,
     ) -> Result<(Vec<f32>, Vec<f32>)> {
+        let StreamScores { logprobs, entropies, .. } = self.score_top(stream, features, temperature, 0)?;
+        Ok((logprobs, entropies))
+    }
+
+    /// Computes what [`Self::score`] does, and the `top` most probable tokens at each scored token; all tokens if the vocabulary has
+    /// fewer. The head works in pieces of the vocabulary, so that `[tokens, top]` is all that is kept of it.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Self::score`].
+    pub fn score_top(
+        &self,
+        stream: &PackedStream,
+        features: &[Vec<Features>],
+        temperature: f32,
+        top: usize,
+    ) -> Result<StreamScores> {
         let mut tape = Tape::off();
         let input = self.embed(stream, |g, m| features.get(g)?.get(m).map(|f| &f.rows), &mut tape)?;
         let decoder = self.decoder();
@@ -127,9 +178,14 @@ impl Model {
         let (rows, pass) = (&stream.targets.rows, self.pass());
         let hidden = decoder.forward(input, &rope, &stream.layout, rows, &pass, &mut tape)?;
         self.lend(decoder.ends()[1])?;
-        let scored = decoder.score(hidden.into_rows(), &stream.targets, temperature)?;
+        let scored = decoder.score_top(hidden.into_rows(), &stream.targets, temperature, top)?;
         self.device.finish()?;
-        Ok((stream.by_completion(&scored.logprobs), stream.by_completion(&scored.entropies)))
+        let (tokens, token_logprobs) = stream.of_rows(&scored.scores.top).into_iter().unzip();
+        Ok(StreamScores {
+            logprobs: stream.by_completion(&scored.logprobs),
+            entropies: stream.by_completion(&scored.entropies),
+            top: TopTokens { k: top.min(self.decoder().config().vocab), tokens, logprobs: token_logprobs },
+        })
     }
 
     /// Returns the language model's output, after its final norm, at the second-to-last token of each completion:
@@ -200,6 +256,7 @@ impl Model {
         Ok(StreamPass {
             logprobs: stream.by_completion(&scored.logprobs),
             entropies: stream.by_completion(&scored.entropies),
+            teacher: stream.of_teacher(&scored.logprobs),
             model: self,
             stream,
             tape,
@@ -274,10 +331,10 @@ impl StreamPass<'_> {
     /// # Errors
     /// Returns an error if the lengths differ from the stream's.
     pub fn backward(self, dlogp: &[f32], dentropy: Option<&[f32]>) -> Result<FeatureGradients> {
-        self.backward_by_block(dlogp, dentropy, &mut |_| {})
+        self.backward_by_block(dlogp, dentropy, &[], &mut |_| {})
     }
 
-    /// Runs [`Self::backward`] and calls `done` with the number of each block of the decoder when the gradients of its weights are
+    /// Runs [`Self::backward`], with dL/dlogp of the teacher's tokens as well (`[tokens, k]`, or empty for 0), and calls `done` with the number of each block of the decoder when the gradients of its weights are
     /// complete. The last block comes first. The gradients of the output head and of the final norm are complete before.
     ///
     /// # Errors
@@ -286,6 +343,7 @@ impl StreamPass<'_> {
         self,
         dlogp: &[f32],
         dentropy: Option<&[f32]>,
+        dteacher: &[f32],
         done: &mut dyn FnMut(usize),
     ) -> Result<FeatureGradients> {
         let Self { model, stream, tape, input, hidden, scored, .. } = self;
@@ -296,8 +354,16 @@ impl StreamPass<'_> {
                 stream.num_targets()
             )));
         }
-        let dlogp = stream.by_target(dlogp);
-        let dentropy = dentropy.map(|d| stream.by_target(d));
+        if !dteacher.is_empty() && dteacher.len() != stream.num_targets() * stream.teacher_tokens() {
+            return Err(ModelError::shape(format!(
+                "backward: got {} gradients for {} tokens of a teacher at each of {} scored tokens",
+                dteacher.len(),
+                stream.teacher_tokens(),
+                stream.num_targets()
+            )));
+        }
+        let dlogp = stream.by_target(dlogp, dteacher);
+        let dentropy = dentropy.map(|d| stream.by_target(d, &[]));
         let decoder = model.decoder();
         model.lend(decoder.ends()[1])?;
         let dhidden = decoder.score_backward(scored, &stream.targets, &dlogp, dentropy.as_deref())?;

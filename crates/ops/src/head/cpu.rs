@@ -8,15 +8,15 @@ use crate::device::Device;
 use super::*;
 
 impl HeadOps for Cpu {
-    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Scores {
-        let logprob::Scores { logp, entropy, lse } = with_table(head, normed.cols(), |weight| {
-            logprob::forward(normed.mat(), logprob::Head { weight, temperature }, targets.kernel())
+    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32, top: usize) -> Scores {
+        let (logprob::Scores { logp, entropy, lse }, top) = with_table(head, normed.cols(), |weight| {
+            logprob::forward_top(normed.mat(), logprob::Head { weight, temperature }, targets.kernel(), top)
         });
         let row = |data: Vec<f32>| {
             let cols = data.len();
             Rows::on_cpu(data, 1, cols)
         };
-        Scores { logprobs: row(logp), entropies: row(entropy), lse: row(lse), temperature }
+        Scores { logprobs: row(logp), entropies: row(entropy), lse: row(lse), temperature, top }
     }
 
     fn score_back(

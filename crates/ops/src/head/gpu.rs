@@ -1,17 +1,23 @@
 //! The output head on a GPU.
 
 use omnigrpo_gpu::{Affine, Array, Dtype, Head, Marks};
+use omnigrpo_kernels::{largest, parallel};
 
 use crate::gpu::{Card, Weights, draw_rows, sampling, sound, words};
+use crate::rows::{RowOps, Window};
 
 use super::*;
 
+/// Number of logits that the host has at a time while it selects the most probable tokens.
+const TOP_LOGITS: usize = 1 << 24;
+
 impl HeadOps for Card {
-    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Scores {
+    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32, top: usize) -> Scores {
         let (marks, weights) = (self.marks(targets), self.weights(head));
-        let head = head_of(&weights, head, normed.cols(), temperature);
-        let [logprobs, entropies, lse] = self.gpu.score(self.of(normed), head, &marks).map(|x| self.line(x));
-        Scores { logprobs, entropies, lse, temperature }
+        let own = head_of(&weights, head, normed.cols(), temperature);
+        let [logprobs, entropies, lse] = self.gpu.score(self.of(normed), own, &marks).map(|x| self.line(x));
+        let top = if top == 0 { Vec::new() } else { self.top(normed, head, &lse, temperature, top) };
+        Scores { logprobs, entropies, lse, temperature, top }
     }
 
     fn score_back(
@@ -60,6 +66,26 @@ fn head_of<'a>(weights: &'a Weights, head: &Param, h: usize, temperature: f32) -
 }
 
 impl Card {
+    /// Returns the `k` most probable tokens of each row with their log-probabilities. The host selects them from pieces of logits.
+    fn top(&self, normed: &Rows, head: &Param, lse: &Rows, temperature: f32, k: usize) -> Vec<(u32, f32)> {
+        let (rows, vocab, scale) = (normed.rows(), head.len() / normed.cols().max(1), 1.0 / temperature);
+        let (piece, lse) = ((TOP_LOGITS / vocab.max(1)).max(1), lse.to_vec());
+        let mut most = Vec::with_capacity(rows * k);
+        for first in (0..rows).step_by(piece) {
+            let own = first..rows.min(first + piece);
+            let count = own.len();
+            let x = self.part(normed, Window::at(first, 0), [count, normed.cols()]);
+            let logits = self.logits(&x, head).to_vec();
+            let each = logits.chunks(vocab).zip(&lse[own]).collect::<Vec<_>>();
+            let found = parallel::map(each, count * vocab, |(logits, lse)| {
+                let of = |(z, id)| (id, z * scale - lse);
+                largest(logits, k).into_iter().map(of).collect::<Vec<_>>()
+            });
+            most.extend(found.into_iter().flatten());
+        }
+        most
+    }
+
     fn line(&self, data: Array) -> Rows {
         let cols = data.len();
         self.rows(data, 1, cols)

@@ -15,8 +15,8 @@ use crate::rows::Rows;
 
 /// The output head.
 pub(crate) trait HeadOps {
-    /// Returns log-probabilities of targets, without a matrix of logits.
-    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Scores;
+    /// Returns log-probabilities of targets and the `top` most probable tokens of each row, without a matrix of logits.
+    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32, top: usize) -> Scores;
     /// Returns the gradient of `normed`, and adds the gradient of the head to its buffer. `dentropy` has one value per row.
     fn score_back(
         &self,
@@ -79,11 +79,25 @@ pub struct Scores {
     pub lse: Rows,
     /// Temperature, by which the logits are divided.
     pub temperature: f32,
+    /// Most probable tokens of each row with their log-probabilities, `[rows, k]`, the most probable first; empty if none were asked
+    /// for. They are in main memory.
+    pub top: Vec<(u32, f32)>,
 }
 
 /// Returns log-probabilities and entropies of `targets`. `normed [targets.rows.len(), h]` contains only the rows with targets.
 /// The vocabulary is processed in chunks.
 pub fn score(normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Result<Scores> {
+    score_top(normed, head, targets, temperature, 0)
+}
+
+/// Returns what [`score`] does, and the `top` most probable tokens of each row; all tokens if the vocabulary has fewer.
+pub fn score_top(
+    normed: &Rows,
+    head: &Param,
+    targets: &Targets,
+    temperature: f32,
+    top: usize,
+) -> Result<Scores> {
     check(normed, head)?;
     targets.check()?;
     let vocab = head.len() / normed.cols().max(1);
@@ -95,7 +109,7 @@ pub fn score(normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -
         );
         return Err(Error::shape("score", what));
     }
-    Ok(normed.device().backend().score(normed, head, targets, temperature))
+    Ok(normed.device().backend().score(normed, head, targets, temperature, top.min(vocab)))
 }
 
 /// Returns the gradient of [`score`] with respect to `normed`, given dL/dlogp per target and dL/dentropy per row. Adds the

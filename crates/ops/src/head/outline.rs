@@ -8,12 +8,18 @@ use crate::work::{Call, Form, note};
 use super::*;
 
 impl HeadOps for Outline {
-    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Scores {
+    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32, top: usize) -> Scores {
         note_score(normed, head, None);
         drop(pieces(normed, head, false));
         let row = |cols| in_f32(1, cols);
         let (logprobs, rows) = (row(targets.tokens.len()), normed.rows());
-        Scores { logprobs, entropies: row(rows), lse: row(rows), temperature }
+        Scores {
+            logprobs,
+            entropies: row(rows),
+            lse: row(rows),
+            temperature,
+            top: vec![(0, 0.0); rows * top],
+        }
     }
 
     fn score_back(

@@ -8,12 +8,14 @@ use crate::twin::{Twin, accumulate, values};
 use super::*;
 
 impl HeadOps for Twin {
-    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Scores {
+    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32, top: usize) -> Scores {
         let (weight, t) = (values(head), f64::from(temperature));
         let head = Mat::new(&weight, head.len() / normed.cols().max(1), normed.cols());
         let scores = twin::logprob_forward(normed.mat64(), head, targets.kernel(), t);
+        let most = twin::most_probable(normed.mat64(), head, t, top).into_iter();
+        let top = most.map(|(id, logp)| (id, logp as f32)).collect();
         let [logprobs, entropies, lse] = [scores.logp, scores.entropy, scores.lse].map(of_len);
-        Scores { logprobs, entropies, lse, temperature }
+        Scores { logprobs, entropies, lse, temperature, top }
     }
 
     fn score_back(

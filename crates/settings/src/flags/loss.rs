@@ -6,8 +6,10 @@ use crate::names::words;
 use crate::values::Field as _;
 use Kind::{Bool, Choice, Text};
 use omnigrpo_grpo::{
-    AdvantageKind, Aggregation, CorrectionKind, Covariance, Kl, RatioLevel, Recipe, Surrogate,
+    AdvantageKind, Aggregation, CorrectionKind, Covariance, Divergence, Kl, RatioLevel, Recipe, Surrogate,
 };
+use omnigrpo_guard::names::shown;
+use omnigrpo_models::{ContextTemplate, PrivilegedContext};
 use omnigrpo_train::SyncReference;
 
 /// Returns the choices of the deviation by which centred rewards are divided.
@@ -58,6 +60,30 @@ fn no_bound(s: &Settings) -> Option<&'static str> {
 fn no_other_model(s: &Settings) -> Option<&'static str> {
     (s.model.teacher.is_none() && s.model.reference.is_none())
         .then_some("neither a teacher nor a reference of its own is given")
+}
+
+fn no_teacher(s: &Settings) -> Option<&'static str> {
+    (s.model.teacher.is_none() && s.prompts.privileged_context.is_none()).then_some("there is no teacher")
+}
+
+/// Makes the loss that of a teacher alone, which later settings may change.
+fn teach(s: &mut Settings) {
+    (s.algorithm.loss.distillation, s.algorithm.loss.beta) = (1.0, 0.0);
+}
+
+/// Returns the choices of the divergence from a teacher.
+fn divergences() -> Vec<(&'static str, &'static str)> {
+    vec![
+        (
+            "reverse_kl",
+            "KL divergence from the policy to the teacher: of the sampled token, as its advantage, or of `teacher_top_k` tokens.",
+        ),
+        (
+            "forward_kl",
+            "KL divergence from the teacher to the policy, over the teacher's most probable tokens.",
+        ),
+        ("jsd", "Generalised Jensen-Shannon divergence over the teacher's most probable tokens (GKD)."),
+    ]
 }
 
 fn no_kl(s: &Settings) -> Option<&'static str> {
@@ -120,7 +146,7 @@ pub const FLAGS: &[Flag] = &[
             field: "model.teacher",
             set: |s, v| {
                 s.model.teacher = Some(take(v)?);
-                (s.algorithm.loss.distillation, s.algorithm.loss.beta) = (1.0, 0.0);
+                teach(s);
                 Ok(())
             },
             get: |s| s.model.teacher.clone().value(),
@@ -135,24 +161,148 @@ pub const FLAGS: &[Flag] = &[
     .alias(&["teacher_model"])
     .unset("no teacher"),
     row(
+        "teacher_prompt_column",
+        Text,
+        Place {
+            field: "prompts.privileged_context",
+            set: |s, v| {
+                let template = ContextTemplate::default();
+                s.prompts.privileged_context = Some(PrivilegedContext { column: take(v)?, template });
+                teach(s);
+                Ok(())
+            },
+            get: |s| s.prompts.privileged_context.as_ref().and_then(|context| text(&context.column)),
+        },
+        GRPO,
+    )
+    .help(
+        "Column of each row that the teacher reads after the question, and the policy does not, such as `solution` or a hint. Without          `teacher_model_name_or_path`, the policy is its own teacher, with the weights that sample (self-distillation).",
+    )
+    .alias(&["privileged_context_column"])
+    .unset("the teacher reads the policy's prompt"),
+    row(
+        "teacher_prompt_template",
+        Text,
+        Place {
+            field: "",
+            set: |s, v| {
+                let given: String = take(v)?;
+                let template = given.parse().map_err(|expected: String| {
+                    Problem::usage("`teacher_prompt_template` does not put the column after the question")
+                        .got(format!("`{}`", shown(&given)))
+                        .expected(expected)
+                })?;
+                if let Some(context) = &mut s.prompts.privileged_context {
+                    context.template = template;
+                }
+                Ok(())
+            },
+            get: |s| {
+                let template = s.prompts.privileged_context.as_ref().map(|context| context.template.to_string());
+                text(&template.unwrap_or_else(|| ContextTemplate::default().to_string()))
+            },
+        },
+        GRPO,
+    )
+    .help("Text of the question for the teacher: `{prompt}`, and after it `{privileged_context}`, the value of the column.")
+    .idle(|s, _| {
+        s.prompts.privileged_context.is_none().then_some("`teacher_prompt_column` is not given")
+    }),
+    row(
         "teacher_coef",
         float(0.0, BIG),
         Place {
             field: "algorithm.loss.distillation",
             set: |s, v| {
-                if s.model.teacher.is_some() {
+                if no_teacher(s).is_none() {
                     s.algorithm.loss.distillation = take(v)?;
                 }
                 Ok(())
             },
-            get: |s| s.model.teacher.as_ref().and_then(|_| s.algorithm.loss.distillation.value()),
+            get: |s| no_teacher(s).map_or_else(|| s.algorithm.loss.distillation.value(), |_| None),
         },
         GRPO,
     )
     .help("Weight of the teacher beside the rewards.")
     .alias(&["teacher_kl_coef"])
     .unset("1 with a teacher")
-    .idle(|s, _| s.model.teacher.is_none().then_some("there is no teacher")),
+    .idle(|s, _| no_teacher(s)),
+    row(
+        "teacher_divergence",
+        Choice(divergences),
+        Place {
+            field: "",
+            set: |s, v| {
+                s.algorithm.loss.divergence = match take::<String>(v)?.as_str() {
+                    "forward_kl" => Divergence::ForwardKl { top_k: Divergence::TOP_K },
+                    "jsd" => Divergence::Jsd { top_k: Divergence::TOP_K, beta: 0.5 },
+                    _ => Divergence::Sampled,
+                };
+                Ok(())
+            },
+            get: |s| {
+                text(match s.algorithm.loss.divergence {
+                    Divergence::Sampled | Divergence::ReverseKl { .. } => "reverse_kl",
+                    Divergence::ForwardKl { .. } => "forward_kl",
+                    Divergence::Jsd { .. } => "jsd",
+                })
+            },
+        },
+        GRPO,
+    )
+    .help("Divergence that a teacher makes small.")
+    .idle(|s, _| no_teacher(s)),
+    row(
+        "teacher_top_k",
+        int(0, COUNT),
+        Place {
+            field: "",
+            set: |s, v| {
+                let k: usize = take(v)?;
+                match &mut s.algorithm.loss.divergence {
+                    Divergence::ReverseKl { top_k }
+                    | Divergence::ForwardKl { top_k }
+                    | Divergence::Jsd { top_k, .. } => *top_k = k,
+                    sampled if k > 0 => *sampled = Divergence::ReverseKl { top_k: k },
+                    Divergence::Sampled => {}
+                }
+                Ok(())
+            },
+            get: |s| s.algorithm.loss.divergence.top_k().value(),
+        },
+        GRPO,
+    )
+    .help(
+        "Number of the teacher's most probable tokens that the divergence reads at each position; all others are one more token          with the rest of the probability. 0, for `reverse_kl` alone, reads the sampled token only.",
+    )
+    .alias(&["loss_top_k", "distillation_topk", "gkd_logits_topk"])
+    .unset("0 for reverse_kl, 100 for the others")
+    .idle(|s, _| no_teacher(s)),
+    row(
+        "teacher_beta",
+        float(0.0, 1.0),
+        Place {
+            field: "",
+            set: |s, v| {
+                if let Divergence::Jsd { beta, .. } = &mut s.algorithm.loss.divergence {
+                    *beta = take(v)?;
+                }
+                Ok(())
+            },
+            get: |s| match s.algorithm.loss.divergence {
+                Divergence::Jsd { beta, .. } => beta.value(),
+                _ => None,
+            },
+        },
+        GRPO,
+    )
+    .help("Share of the teacher in the mixture of `jsd`: 0 is forward_kl, 1 is reverse_kl over the same tokens.")
+    .alias(&["distillation_alpha"])
+    .unset("0.5 for jsd")
+    .idle(|s, _| {
+        let is_jsd = matches!(s.algorithm.loss.divergence, Divergence::Jsd { .. });
+        no_teacher(s).or_else(|| (!is_jsd).then_some("`teacher_divergence` is not jsd"))
+    }),
     row("ref_model_name_or_path", Text, at!(model.reference), GRPO)
         .help("Directory or hub name of the reference of the KL term, with the same tokens.")
         .alias(&["ref_model"])
@@ -440,8 +590,8 @@ pub const FLAGS: &[Flag] = &[
         },
         GRPO,
     )
-    .help("Let the reference follow the policy (TR-DPO); not with adapters.")
-    .idle(|s, _| no_kl(s)),
+    .help("Let the reference follow the policy (TR-DPO); not with adapters. With `teacher_prompt_column`, it is the teacher.")
+    .idle(|s, _| (!s.algorithm.loss.needs_reference()).then_some("`beta` is 0, so there is no KL term")),
     row(
         "ref_model_sync_steps",
         int(1, COUNT),

@@ -62,7 +62,15 @@ pub const FLAGS: &[Flag] = &[
     )
     .help("Where the reference of the KL term runs. `cpu` leaves the memory of a GPU to the policy.")
     .unset("`device`")
-    .idle(|s, _| (!s.algorithm.loss.needs_reference()).then_some("`beta` is 0, so there is no reference"))
+    .idle(|s, _| {
+        let teaches_itself = s.prompts.privileged_context.is_some()
+            && s.model.teacher.is_none()
+            && s.run.sync_reference.is_none();
+        match teaches_itself {
+            true => Some("the policy is its own teacher"),
+            false => (!s.algorithm.loss.needs_reference()).then_some("`beta` is 0, so there is no reference"),
+        }
+    })
     .free(LOOP),
     row(
         "gpu_memory",

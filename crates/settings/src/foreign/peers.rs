@@ -284,6 +284,37 @@ pub(super) const TABLE: &[Row] = &[
             _ => Dropped("`use_kl_loss` is off"),
         })
     }),
+    (&["distillation.enabled"], |_| Dropped("a teacher turns it on")),
+    (&["distillation.teacher_models.teacher_model.model_path"], |_| {
+        Depends("distillation.enabled", |model, enabled| match enabled.and_then(on) {
+            Some(true) => Becomes("teacher_model_name_or_path", model.into()),
+            _ => Dropped("`distillation.enabled` is off"),
+        })
+    }),
+    (&["distillation.distillation_loss.distillation_loss_coef"], |_| {
+        Depends("distillation.enabled", |weight, enabled| match enabled.and_then(on) {
+            Some(true) => Becomes("teacher_coef", weight.into()),
+            _ => Dropped("`distillation.enabled` is off"),
+        })
+    }),
+    (&["distillation.distillation_loss.loss_mode"], |_| {
+        Depends("distillation.enabled", |mode, enabled| match (mode, enabled.and_then(on)) {
+            (_, None | Some(false)) => Dropped("`distillation.enabled` is off"),
+            ("k1" | "kl", _) => Becomes("teacher_divergence", "reverse_kl".into()),
+            ("forward_kl_topk", _) => Becomes("teacher_divergence", "forward_kl".into()),
+            _ => Refused("use k1, which is `teacher_divergence reverse_kl`, or forward_kl_topk"),
+        })
+    }),
+    (&["distillation.distillation_loss.topk"], |_| {
+        Depends("distillation.distillation_loss.loss_mode", |k, mode| match mode {
+            Some("forward_kl_topk") => Becomes("teacher_top_k", k.into()),
+            _ => Dropped("the loss reads the sampled token alone"),
+        })
+    }),
+    (&["distillation.distillation_loss.use_task_rewards"], |v| match on(v) {
+        Some(false) => Lost("give `reward_weights 0`, so that the teacher alone trains"),
+        _ => Dropped("rewards train beside the teacher"),
+    }),
     (&["algorithm.kl_coef"], |_| {
         Depends("algorithm.disable_kl", |beta, disabled| match disabled.and_then(on) {
             Some(true) => Dropped("`disable_kl` is on"),

@@ -32,6 +32,23 @@ pub(super) const TABLE: &[Row] = &[
         "main" => Dropped("this revision is always downloaded"),
         v => off(v, "give the directory of that revision to `model_name_or_path`"),
     }),
+    // TRL's trainers with a teacher.
+    (&["teacher_model_kind"], |v| match v {
+        "live" => {
+            Dropped("without `teacher_model_name_or_path`, the policy teaches with the weights that sample")
+        }
+        "ema" => Becomes("sync_ref_model", "true".into()),
+        _ => Refused("give the model itself to `teacher_model_name_or_path`, or use live or ema"),
+    }),
+    (&["distillation_mode"], |v| match v {
+        "sampled_token" => Becomes("teacher_divergence", "reverse_kl".into()),
+        "topk_logits" => Dropped("`teacher_divergence` and `teacher_top_k` set it"),
+        _ => Refused("use `teacher_top_k`: the teacher's most probable tokens, and one for all others"),
+    }),
+    (&["loss_add_tail", "distillation_add_tail"], |v| match on(v) {
+        Some(true) => Dropped("all other tokens are always one more token"),
+        _ => Refused("use true: all other tokens are one more token"),
+    }),
     // R1-Omni's cold start, and VLM-R1.
     (&["mm_tunable_parts"], |v| {
         let trains = |marks: [&str; 2]| marks.iter().any(|mark| v.contains(mark)).to_string();

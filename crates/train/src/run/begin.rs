@@ -39,8 +39,10 @@ impl Loop {
         let ready = if split.ranks.is_first() { remove_leftovers(dir, console) } else { Ok(()) };
         setup.selection.apply(&model)?;
         console.line(summary(&model).trim_end());
+        let teaches_itself = run.teaches_itself(&algorithm, &prompts, setup.reference_model.is_none());
         let reference = match setup.reference_model {
             Some(own) => Some(own),
+            None if teaches_itself => None,
             None => reference(&model, &algorithm, &run, setup.reference_device)?,
         };
         let optimizer = AdamW::new(setup.optimizer, model.params()).over(&split, &model).in_run(dir);
@@ -70,6 +72,7 @@ impl Loop {
             last_save: Instant::now(),
             model,
             reference,
+            teaches_itself,
             prompts,
             shuffled,
             rewards,
@@ -117,7 +120,7 @@ impl Loop {
     /// Restores the place and the rollout in progress from a checkpoint. The failure may be on this rank alone.
     fn resume(&mut self, resumed: &Resumed) -> Result<()> {
         let dir = self.lock.root();
-        let moves = self.reference.is_some() && self.run.sync_reference.is_some();
+        let moves = self.reference_moves();
         self.place = Place::of(resumed, dir);
         if resumed.keeps_position() {
             self.source.order_mut().resume(resumed.state.order.clone())?;

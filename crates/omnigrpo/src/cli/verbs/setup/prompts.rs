@@ -11,8 +11,8 @@ use omnigrpo_rollout::{Environment, Interaction};
 use super::rewards::Functions;
 use crate::settings::{Problem, Settings, of_caller};
 
-/// Returns the builder of prompts for a checkpoint. With `dynamic_sample`, the number of frames of a row may be random. The prompts describe
-/// the tools of the environment, and begin with what it shows.
+/// Returns the builder of prompts for a checkpoint. With `dynamic_sample`, which is for training, the number of frames of a row may be
+/// random, and a teacher may read a column of it. The prompts describe the tools of the environment, and begin with what it shows.
 pub fn prompts(
     settings: &Settings,
     checkpoint: &Checkpoint,
@@ -21,7 +21,10 @@ pub fn prompts(
 ) -> Result<PromptBuilder> {
     let prompts = settings.prompts.clone();
     let media = MediaSettings { dynamic_sample, shuffle_frames, ..prompts.media };
-    let builder = PromptBuilder::open(checkpoint, PromptSettings { media, ..prompts })?;
+    // Rows of evaluations need no column for a teacher.
+    let privileged_context = prompts.privileged_context.filter(|_| dynamic_sample && !shuffle_frames);
+    let settings = PromptSettings { media, privileged_context, ..prompts };
+    let builder = PromptBuilder::open(checkpoint, settings)?;
     let Some(Interaction { environment, .. }) = interaction else { return Ok(builder) };
     let builder = builder.with_tools(environment.tools());
     Ok(builder.with_opening(Opening(Arc::new(move |row| environment.open(row)))))
