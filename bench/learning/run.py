@@ -105,7 +105,7 @@ def accuracy(binary, model, rows, scratch):
         "--temperature", 0, "--max_completion_length", SHARED["max_completion_length"],
     )
     summary = json.loads(output.with_suffix(".summary.json").read_text())
-    assert summary["eval_rows"] == 192, summary
+    assert summary["eval_rows"] == len(read_jsonl(rows)), summary
     output.unlink()
     return summary["eval_rewards/accuracy/mean"]
 

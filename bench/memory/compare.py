@@ -17,6 +17,9 @@ import zlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "bench/learning"))
+from small_qwen3_5 import write_checkpoint  # noqa: E402
+
 DEMO = ROOT / "crates/demo/assets/model"
 BOUND = 0.15
 # Sizes of a language model: width, feed-forward, layers, heads, key-value heads, vocabulary.
@@ -87,6 +90,13 @@ WORKLOADS = {
         sizes=MIDDLE, rows=(4, 200), verb="train",
         flags=GRPO + ["--max_completion_length", "32", "--use_peft", "--load_in_4bit", "--torch_dtype", "bfloat16",
                       "--gradient_accumulation_steps", "1"]),
+    "Qwen3.5, images, whole model, f32, reference": dict(
+        family="qwen3_5", sizes=SMALL, rows=(8, 150, ("image", 224)), verb="train",
+        flags=GRPO + ["--max_completion_length", "96", "--gradient_accumulation_steps", "4", "--beta", "0.04"]),
+    "Qwen3.5, long text, LoRA on 4 bits": dict(
+        family="qwen3_5", sizes=MIDDLE, rows=(4, 700), verb="train",
+        flags=GRPO + ["--max_completion_length", "64", "--use_peft", "--load_in_4bit", "--torch_dtype", "bfloat16",
+                      "--gradient_accumulation_steps", "1"]),
     "long text, activations kept": LONG,
     "long text, activations recomputed": LONG | dict(flags=LONG["flags"] + ["--gradient_checkpointing"]),
     "supervised, bf16 with masters": dict(
@@ -117,7 +127,10 @@ def main():
         random.seed(name)
         with tempfile.TemporaryDirectory() as place:
             place = Path(place)
-            checkpoint(place / "start", work["sizes"])
+            if work.get("family") == "qwen3_5":
+                write_checkpoint(place / "start", *work["sizes"], initializer_range=0.02, tower=256)
+            else:
+                checkpoint(place / "start", work["sizes"])
             rows(place, *work["rows"])
             flags = ["--train_file", place / "rows.jsonl", "--allow_text_only", "true", "--device", "cpu", "--save_strategy", "no"] + work["flags"]
             command = [program, work["verb"], *flags, "--model_name_or_path"]

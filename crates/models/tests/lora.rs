@@ -301,9 +301,14 @@ fn merged_equals_adapted() {
 
 #[test]
 fn packed_equals_separate_and_masks_belong_to_rows() {
-    for (dropout, name) in [(0.0, "qwen2_vl_untied"), (0.3, "qwen2_vl_untied"), (0.3, "qwen2_5_vl_tied")] {
+    for (dropout, name, projector) in [
+        (0.0, "qwen2_vl_untied", "merger.mlp.2"),
+        (0.3, "qwen2_vl_untied", "merger.mlp.2"),
+        (0.3, "qwen2_5_vl_tied", "merger.mlp.2"),
+        (0.3, "qwen3_5", "merger.linear_fc2"),
+    ] {
         let mut model = model_of(name);
-        let targets = ["all-linear", "visual.blocks.1.attn.qkv", "merger.mlp.2"];
+        let targets = ["all-linear", "visual.blocks.1.attn.qkv", projector];
         model.add_lora(&LoraConfig { dropout, ..config(&targets) }).unwrap();
         fill(&model);
         train_adapters(&model);
@@ -406,25 +411,33 @@ fn adapters_of_media_drop_inputs() {
     }
 }
 
-fn quantised(name: &str, bits: QuantBits) -> Model {
+/// Loads the weights of a folder, or random ones.
+fn in_f32(dir: &Path, random: Option<u64>, bits: Option<QuantBits>) -> Model {
     let keep = |_: &str, part: Part| part == Part::Projector;
     let options = LoadOptions {
         dtype: WeightDtype::Float32,
-        quantization: Some(Quantization { bits, keep: &keep }),
+        quantization: bits.map(|bits| Quantization { bits, keep: &keep }),
+        random,
         // With float32 inputs, a quantised model and its widened weights multiply the same numbers.
         arithmetic: Arithmetic { keeps_inputs: true, ..Arithmetic::default() },
         ..LoadOptions::default()
     };
-    Model::load(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap()
+    Model::load(&Checkpoint::open(dir).unwrap(), &options).unwrap()
 }
 
 #[test]
 fn a_quantised_base_is_its_widened_weights() {
+    quantised_equals_widened(&checkpoint("qwen2_5_vl_tied"), None, 14);
+    // Rows of the tiny Qwen3.5 are shorter than a group of weights.
+    quantised_equals_widened(omnigrpo_testkit::larger_checkpoint("qwen3_5").path(), Some(7), 23);
+}
+
+fn quantised_equals_widened(dir: &Path, random: Option<u64>, layers: usize) {
     let mut errors = Vec::new();
     for bits in [QuantBits::Eight, QuantBits::Four] {
-        let mut model = quantised("qwen2_5_vl_tied", bits);
-        let load = || omnigrpo_testkit::load(&checkpoint("qwen2_5_vl_tied"), WeightDtype::Float32).unwrap();
-        let (mut dense, plain) = (load(), load());
+        let mut model = in_f32(dir, random, Some(bits));
+        let [mut dense, plain] = [(); 2].map(|()| in_f32(dir, random, None));
+        let name = model.family().name().to_owned();
         let mut few = 0;
         for (param, wide) in model.base_params().iter().zip(dense.base_params()) {
             let linear = param.part() == Part::Llm && param.is_linear();
@@ -434,7 +447,7 @@ fn a_quantised_base_is_its_widened_weights() {
                 few += 1;
             }
         }
-        assert_eq!(few, 14);
+        assert_eq!(few, layers, "{name}");
         for model in [&mut model, &mut dense] {
             model.add_lora(&config(&["all-linear"])).unwrap();
             fill(model);
@@ -442,8 +455,8 @@ fn a_quantised_base_is_its_widened_weights() {
         }
         let prompt = case_prompt("C", &model);
         let (got, want) = (pass(&model, &prompt, true, false), pass(&dense, &prompt, true, false));
-        assert!(max_diff(&got.0, &want.0) <= 1e-5, "{}", max_diff(&got.0, &want.0));
-        assert_close(&got.1, &want.1, 5e-5, "quantised");
+        assert!(max_diff(&got.0, &want.0) <= 1e-5, "{name}: {}", max_diff(&got.0, &want.0));
+        assert_close(&got.1, &want.1, 5e-5, &name);
         // The reference shares the few bits.
         let off = score(&model.reference(ReferencePlace::Memory(model.device())).unwrap(), "C");
         errors.push(max_diff(&off, &score(&plain, "C")));

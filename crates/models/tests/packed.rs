@@ -389,7 +389,7 @@ fn recompute_and_threads_leave_every_bit() {
 
 #[test]
 fn larger_models_keep_every_bit_and_bound() {
-    for name in QWENS {
+    for name in QWENS.into_iter().chain(["qwen3_5"]) {
         let model = larger_model(name);
         train_all(&model);
         let mut groups = [Group::new(&model, "A", &[40, 9, 23]), Group::new(&model, "B", &[70, 1])];

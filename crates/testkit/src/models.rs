@@ -415,6 +415,13 @@ pub fn copy_dir(from: &Path, to: &Path) {
 
 /// A random model that is large enough for every kernel to work in several tiles and on several threads.
 pub fn larger_model(name: &str) -> Model {
+    let dir = larger_checkpoint(name);
+    let options = LoadOptions { random: Some(7), ..LoadOptions::default() };
+    Model::load(&Checkpoint::open(dir.path()).unwrap(), &options).unwrap()
+}
+
+/// Writes the configuration and the other files of [`larger_model`]. The weights of the folder do not fit them.
+pub fn larger_checkpoint(name: &str) -> tempfile::TempDir {
     let dir = tempfile::TempDir::new().unwrap();
     copy_dir(&checkpoint(name), dir.path());
     let path = dir.path().join("config.json");
@@ -431,15 +438,19 @@ pub fn larger_model(name: &str) -> Model {
     text["num_attention_heads"] = 5.into();
     text["num_key_value_heads"] = 1.into();
     text["initializer_range"] = 0.08.into();
-    text["rope_scaling"]["mrope_section"] = serde_json::json!([8, 12, 12]);
+    if name.starts_with("qwen3_5") {
+        text["rope_parameters"]["mrope_section"] = serde_json::json!([6, 5, 5]);
+        // Heads of the delta rule whose keys and values are wider than a vector, and of unequal width.
+        for (key, size) in [("linear_key_head_dim", 40), ("linear_value_head_dim", 72)] {
+            text[key] = size.into();
+        }
+    } else {
+        text["rope_scaling"]["mrope_section"] = serde_json::json!([8, 12, 12]);
+    }
     let out = if name.starts_with("qwen2_vl") { "hidden_size" } else { "out_hidden_size" };
     config["vision_config"][out] = 320.into();
     std::fs::write(&path, config.to_string()).unwrap();
-    Model::load(
-        &Checkpoint::open(dir.path()).unwrap(),
-        &LoadOptions { random: Some(7), ..LoadOptions::default() },
-    )
-    .unwrap()
+    dir
 }
 
 /// A prompt continued by `tokens` text tokens.

@@ -46,17 +46,23 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// A Qwen2.5-VL in which activations are most of an update.
-fn start(dir: &Path) -> Checkpoint {
-    for entry in fs::read_dir(setup::checkpoint("qwen2_5_vl_tied")).unwrap() {
-        let path = entry.unwrap().path();
-        fs::copy(&path, dir.join(path.file_name().unwrap())).unwrap();
-    }
+/// A model in which activations are most of an update.
+fn start(dir: &Path, name: &str) -> Checkpoint {
+    omnigrpo_testkit::copy_dir(&setup::checkpoint(name), dir);
     let mut config: Value = serde_json::from_slice(&fs::read(dir.join("config.json")).unwrap()).unwrap();
     let sizes = json!({ "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2 });
-    config.as_object_mut().unwrap().extend(sizes.as_object().unwrap().clone());
-    config["rope_scaling"]["mrope_section"] = json!([4, 6, 6]);
+    let text = if name == "qwen3_5" { &mut config["text_config"] } else { &mut config };
+    text.as_object_mut().unwrap().extend(sizes.as_object().unwrap().clone());
+    if name == "qwen3_5" {
+        let sizes = json!({ "head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32 });
+        text.as_object_mut().unwrap().extend(sizes.as_object().unwrap().clone());
+        // Every fourth block attends.
+        text.as_object_mut().unwrap().remove("layer_types");
+        text["rope_parameters"]["mrope_section"] = json!([4, 2, 2]);
+    } else {
+        text["rope_scaling"]["mrope_section"] = json!([4, 6, 6]);
+    }
     config["vision_config"]["out_hidden_size"] = json!(128);
     fs::write(dir.join("config.json"), config.to_string()).unwrap();
     Checkpoint::open(dir).unwrap()
@@ -64,8 +70,18 @@ fn start(dir: &Path) -> Checkpoint {
 
 #[test]
 fn an_update_holds_what_its_outline_says() {
+    // Keys and values of a token in all blocks that attend, and the states of a sequence in all others: the last three inputs of 256
+    // channels, and four heads of 32 × 32. Both in numbers.
+    for (name, kept, state) in
+        [("qwen2_5_vl_tied", 4 * 2 * 2 * 32, 0), ("qwen3_5", 2 * 2 * 32, 3 * (3 * 256 + 4 * 32 * 32))]
+    {
+        holds_what_its_outline_says(name, kept, state);
+    }
+}
+
+fn holds_what_its_outline_says(family: &str, numbers_per_token: usize, numbers_per_sequence: usize) {
     let place = tempfile::tempdir().unwrap();
-    let checkpoint = start(place.path());
+    let checkpoint = start(place.path(), family);
     let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default()).unwrap();
     let file = setup::questions(place.path());
     let dataset = setup::dataset(&file, place.path());
@@ -75,12 +91,13 @@ fn an_update_holds_what_its_outline_says() {
     let optimizer = AdamWConfig::default();
     let lora = LoraConfig { rank: 8, dropout: 0.1, ..LoraConfig::default() };
 
-    for (name, selection, adapted, recompute) in [
+    for (way, selection, adapted, recompute) in [
         ("whole", Selection::ALL, false, false),
         ("whole, recomputed", Selection::ALL, false, true),
         ("adapters", Selection::NONE, true, false),
         ("adapters, recomputed", Selection::NONE, true, true),
     ] {
+        let name = &format!("{family}, {way}");
         let mut algorithm =
             Divided::from(Algorithm { num_generations: 6, recompute, ..Algorithm::default() });
         // Two streams, so that the second finds gradients.
@@ -149,9 +166,11 @@ fn an_update_holds_what_its_outline_says() {
         let trained: u64 = model.params().iter().filter(|p| p.trainable()).map(|p| p.len() as u64).sum();
         assert_eq!(told.optimizer, 8 * trained);
         assert_eq!(told.reference, if adapted { 0 } else { told.weights });
-        // Keys and values of each prompt once, and of all tokens of a completion but the last, in four layers.
-        let kept: usize = rows.iter().map(|row| row.prompt.ids.len() + 6 * 99).sum();
-        assert_eq!(told.cache, (kept * 4 * 2 * 2 * 32 * 4) as u64);
+        // Keys and values of each prompt once, and of all tokens of a completion but the last; states of all.
+        let tokens: usize = rows.iter().map(|row| row.prompt.ids.len() + 6 * 99).sum();
+        let sequences = rows.len() * (1 + 6);
+        let numbers = tokens * numbers_per_token + sequences * numbers_per_sequence;
+        assert_eq!(told.cache, (4 * numbers) as u64, "{name}");
 
         // Resuming reads the optimizer's state one tensor at a time.
         let out = place.path().join(name);

@@ -139,14 +139,12 @@ fn ranks_give_the_bits_of_one_process(place: &Place, what: &str, change: impl Fn
 #[test]
 fn every_setting_gives_the_bits_of_one_process() {
     fn reads_text_only(setup: &mut TrainSetup) {
-        let dir = checkpoint("qwen3");
-        setup.model = omnigrpo_testkit::load(&dir, WeightDtype::Auto).unwrap();
-        setup.prompts = Arc::new(setup::prompts(&dir, 8));
+        run_model(setup, "qwen3");
         let rows = (0..6).map(|n| json!({"question": format!("What is {n} + 1?"), "answer": n + 1}));
         setup.dataset = Arc::new(omnigrpo_data::RowReader::new("sums").dataset(rows).unwrap());
         setup.rows = (0..6).collect();
     }
-    let more: [Setting; 10] = [
+    let more: [Setting; 12] = [
         ("plain", |_| {}),
         ("deviation of the batch", |s| s.algorithm.advantage = AdvantageKind::Batch),
         ("rewards normalised first", |s| s.algorithm.normalize_then_sum = true),
@@ -155,6 +153,11 @@ fn every_setting_gives_the_bits_of_one_process() {
         ("one prompt", |s| s.run.prompts_per_step = 1),
         ("recomputation", |s| s.algorithm.recompute = true),
         ("bf16", |s| s.model = omnigrpo_testkit::load(&checkpoint(NAME), WeightDtype::BFloat16).unwrap()),
+        ("states in place of keys", |s| run_model(s, "qwen3_5")),
+        ("states in place of keys, weights in parts", |s| {
+            run_model(s, "qwen3_5");
+            cut_weights(s);
+        }),
         ("text alone", reads_text_only),
         ("text alone, weights in parts", |s| {
             reads_text_only(s);
@@ -451,9 +454,7 @@ fn every_loss_gives_the_bits_of_one_process() {
 fn experts_give_the_bits_of_one_process() {
     let place = Place::new();
     ranks_give_the_bits_of_one_process(&place, "experts", |setup| {
-        let dir = checkpoint("aria");
-        setup.model = omnigrpo_testkit::load(&dir, WeightDtype::Auto).unwrap();
-        setup.prompts = Arc::new(setup::prompts(&dir, 8));
+        run_model(setup, "aria");
         setup.algorithm.router = RouterPlan { aux: 0.01, z: 0.001 };
     });
 }

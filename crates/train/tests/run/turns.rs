@@ -65,7 +65,7 @@ pub(super) fn interact(setup: &mut TrainSetup, folder: Option<PathBuf>) -> Arc<A
     let answers = Arc::new(AtomicUsize::new(0));
     let shows = Shows { answers: Arc::clone(&answers), folder, own: None };
     setup.interaction = Some(Interaction::new(Arc::new(shows)));
-    setup.prompts = Arc::new(prompts(&checkpoint(NAME), MOST));
+    setup.prompts = Arc::new(prompts(setup.model.dir(), MOST));
     setup.algorithm.num_generations = 10;
     // Nearly uniform draws end some turns of a random model.
     setup.algorithm.sampling = SamplingParams {
