@@ -197,14 +197,12 @@ pub const FLAGS: &[Flag] = &[
                 }
                 Ok(())
             },
-            get: |s| {
-                let template = s.prompts.privileged_context.as_ref().map(|context| context.template.to_string());
-                text(&template.unwrap_or_else(|| ContextTemplate::default().to_string()))
-            },
+            get: |s| s.prompts.privileged_context.as_ref().and_then(|own| text(&own.template.to_string())),
         },
         GRPO,
     )
     .help("Text of the question for the teacher: `{prompt}`, and after it `{privileged_context}`, the value of the column.")
+    .unset("the question, an empty line and the value")
     .idle(|s, _| {
         s.prompts.privileged_context.is_none().then_some("`teacher_prompt_column` is not given")
     }),
