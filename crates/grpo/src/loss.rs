@@ -405,7 +405,7 @@ impl LossPlan {
                 by_token,
                 "covariance.share",
                 share,
-                "no covariance, as advantages or terms of this loss differ",
+                "no covariance beside a teacher or a term per completion",
             )?;
         }
         if let Some(threshold) = self.off_policy_threshold {
