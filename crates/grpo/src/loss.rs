@@ -414,7 +414,7 @@ impl LossPlan {
                 by_token,
                 "covariance.share",
                 share,
-                "no covariance, as advantages or terms of this loss differ",
+                "no covariance beside a teacher or a term per completion",
             )?;
         }
         if self.divergence != Divergence::Sampled {

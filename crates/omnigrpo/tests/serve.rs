@@ -144,81 +144,74 @@ fn a_judge_reward_asks_the_server() {
     assert_eq!(rewards.score(&inputs).unwrap().values[0], seen);
 }
 
-/// Receives one request of a judge's client, refuses it and returns its question.
-fn question_of(ask: impl FnOnce(&str)) -> String {
+/// Starts an endpoint that answers each question to a judge with a status and a reply. It ends with the test process.
+fn judge(answer: impl Fn(String) -> (u16, String) + Send + 'static) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}/v1", listener.local_addr().unwrap());
-    let asked = std::thread::spawn(move || {
-        let mut reader = BufReader::new(listener.accept().unwrap().0);
-        let mut length = 0;
-        loop {
-            let mut line = String::new();
-            reader.read_line(&mut line).unwrap();
-            if let Some(value) = line.to_lowercase().strip_prefix("content-length:") {
-                length = value.trim().parse().unwrap();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut reader = BufReader::new(stream.unwrap());
+            let mut length = 0;
+            loop {
+                let mut line = String::new();
+                reader.read_line(&mut line).unwrap();
+                if let Some(value) = line.to_lowercase().strip_prefix("content-length:") {
+                    length = value.trim().parse().unwrap();
+                }
+                if line.trim().is_empty() {
+                    break;
+                }
             }
-            if line.trim().is_empty() {
-                break;
-            }
+            let mut body = vec![0; length];
+            reader.read_exact(&mut body).unwrap();
+            let body: Value = serde_json::from_slice(&body).unwrap();
+            let (status, reply) = answer(body["messages"][0]["content"].as_str().unwrap().to_owned());
+            let reply = json!({ "choices": [{ "message": { "content": reply } }] }).to_string();
+            let head = format!(
+                "HTTP/1.1 {status} X\r\nConnection: close\r\nContent-Length: {}\r\n\r\n",
+                reply.len()
+            );
+            reader.into_inner().write_all(format!("{head}{reply}").as_bytes()).unwrap();
         }
-        let mut body = vec![0; length];
-        reader.read_exact(&mut body).unwrap();
-        let answer = "HTTP/1.1 400 X\r\nConnection: close\r\nContent-Length: 0\r\n\r\n";
-        reader.into_inner().write_all(answer.as_bytes()).unwrap();
-        let body: Value = serde_json::from_slice(&body).unwrap();
-        body["messages"][0]["content"].as_str().unwrap().to_owned()
     });
-    ask(&url);
-    asked.join().unwrap()
+    url
 }
 
-/// A model that has learned one reply answers a rubric through the server. Before, its replies are none, which is an error.
-#[test]
-fn a_rubric_asks_the_server() {
-    let place = Place::new();
-    let file = "- {name: right, question: Right?, weight: 3, choices: [no, 'yes']}\n- {name: clear, question: Clear?, scale: [1, 5]}\n";
-    place.write("care.yaml", file);
-    let mut options = RewardOptions::default();
-    options.external.judge_api_key = Some(KEY.to_owned());
-    options.external.judge_model = "grader".to_owned();
-    options.external.retries = 0;
-    let columns = serde_json::Map::new();
-    let input = RewardInput {
-        prompt: "Which shape is red?",
-        turns: &[],
-        added_turns: 0,
-        is_text: false,
-        completion: "The square.",
-        completion_ids: &[],
-        solution: None,
-        columns: &columns,
-        think: Think::Off,
-        media_paths: &[],
-        media: &[],
-        key: RowKey { seed: 0, step: 0, row: 0, sample: 0 },
-        truncated: false,
-    };
-    let score = |url: &str| {
-        let spec = format!("rubric:{}@{url}", place.path("care.yaml").display());
-        let rewards = omnigrpo_rewards::build(&[spec], &options).unwrap();
-        rewards.score(&[input]).map_err(|error| error.to_string())
-    };
-    let question = question_of(|url| assert!(score(url).unwrap_err().contains("status 400")));
-    let code = &question[question.rfind("{\"code\": \"").unwrap() + 10..][..8];
-    let limits = "--served_model_name grader --max_completion_length 48 --temperature 0";
-    let error = score(&Serving::start(&place, &format!("M {limits}")).url).unwrap_err();
-    assert!(error.contains(&format!("no JSON object with the code \"{code}\"")), "{error}");
+/// Returns the code that a reply to a rubric's request must repeat.
+fn code_of(question: &str) -> &str {
+    &question[question.rfind("{\"code\": \"").unwrap() + 10..][..8]
+}
 
-    let reply = json!({ "code": code, "right": "yes", "clear": 2 });
-    let row = json!({ "problem": question, "solution": reply.to_string() });
-    place.write("taught.jsonl", format!("{row}\n"));
-    place
-        .run("sft --model M --threads 1 --train_file taught.jsonl --gradient_accumulation_steps 1 --max_steps 60 --learning_rate 1e-2 --output_dir taught")
-        .ok();
-    let scored = score(&Serving::start(&place, &format!("taught {limits}")).url).unwrap();
-    // (3 · 1 + 0.25) / 4.
-    assert_eq!(scored.total, [Some(0.8125)]);
-    assert_eq!(scored.logged.metrics["rewards/rubric/clear"], 2.0);
+const CARE: &str = "- {name: right, question: Right?, weight: 3, choices: [no, 'yes']}\n- {name: clear, question: Clear?, scale: [1, 5]}\n";
+
+/// Every answer is a metric of the step and is in the record of its completion.
+#[test]
+fn a_run_records_the_answers_to_a_rubric() {
+    let place = Place::new();
+    place.write("care.yaml", CARE);
+    let url = judge(|question| {
+        let code = code_of(&question);
+        let graded = question.split(&format!("--- {code}\n")).nth(1).unwrap();
+        let clear = 1 + graded.len() % 5;
+        (200, json!({ "code": code, "right": "no", "clear": clear }).to_string())
+    });
+    let reward = format!("care=rubric:care.yaml@{url}");
+    let line = "train --model M --threads 1 --train_file rows.jsonl --max_steps 1 --num_generations 2 --max_completion_length 6 --output_dir run";
+    place.run_with(line, &["--reward_funcs", &reward]).ok();
+    let step = &place.lines("run/metrics.jsonl")[0];
+    let rollouts = place.lines("run/rollouts/step-000001.jsonl");
+    let answers: Vec<f64> =
+        rollouts.iter().map(|rollout| rollout["columns"]["care"]["clear"].as_f64().unwrap()).collect();
+    let rewards: Vec<f64> =
+        rollouts.iter().map(|rollout| rollout["rewards"]["care"].as_f64().unwrap()).collect();
+    for (answer, reward) in answers.iter().zip(&rewards) {
+        assert!((reward - (answer - 1.0) / 16.0).abs() < 1e-12, "{answers:?} {rewards:?}");
+    }
+    let mean = answers.iter().sum::<f64>() / answers.len() as f64;
+    assert!((step["rewards/care/clear"].as_f64().unwrap() - mean).abs() < 1e-12, "{step}");
+    assert_eq!(step["rewards/care/right"], 0.0);
+    let tried = place.run_with("rewards try --train_file rows.jsonl --num_rows 1", &[&reward]).ok();
+    assert!(tried.stdout.contains("care: from 0"), "{}", tried.stdout);
 }
 
 #[test]
