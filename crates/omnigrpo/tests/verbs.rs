@@ -2024,7 +2024,7 @@ fn a_policy_teaches_itself_with_more_in_its_prompt() {
         "--teacher_top_k 4 --teacher_prompt_column hint --teacher_prompt_template {prompt}({privileged_context})",
         "--teacher_divergence jsd --teacher_prompt_column hint --sync_ref_model true",
     ] {
-        let dir = more.replace(' ', "_");
+        let dir = format!("by-{}", more.len());
         run(&dir, more).ok();
         let [divergence, norm] = ["teacher_divergence", "grad_norm"].map(|name| of_steps(&place, &dir, name));
         assert!(divergence[0] > 0.0 && norm[0] > 0.0, "{more}: {divergence:?} {norm:?}");
@@ -2033,7 +2033,7 @@ fn a_policy_teaches_itself_with_more_in_its_prompt() {
     let parts = |more: &str| {
         place.run(&format!("plan {line} --teacher_prompt_column hint --json plan.json {more}")).ok();
         let plan: Value = serde_json::from_str(&place.text("plan.json")).unwrap();
-        ["tokens of the teacher", "reference"].map(|part| plan["parts"][part].as_u64().unwrap_or(0))
+        ["tokens_of_the_teacher", "reference"].map(|part| plan["parts"][part].as_u64().unwrap_or(0))
     };
     assert_eq!(parts(""), [0, 0]);
     // Two prompts with 4 completions of 8 tokens: 8 bytes for a rollout, and 48 for a stream.

@@ -383,6 +383,8 @@ fn wrong_loss(s: &Settings) -> Vec<Problem> {
                 "surrogate.lambda_pos" => "vespo_lambda_pos",
                 "surrogate.k_neg" => "vespo_k_neg",
                 "surrogate.lambda_neg" => "vespo_lambda_neg",
+                "divergence.top_k" => "teacher_top_k",
+                "divergence.beta" => "teacher_beta",
                 field => flag_at(&format!("algorithm.loss.{field}")).map_or(field, |flag| flag.name),
             };
             Problem::usage(format!("wrong value for `{flag}`")).got(value.to_string()).expected(expected)
