@@ -23,8 +23,10 @@ use omnigrpo_text::{MediumKind, Role, Turn};
 use serde_json::json;
 
 /// One of each family whose turns are compared with `transformers`.
-const FAMILIES: [&str; 4] = ["qwen2_vl_untied", "qwen2_5_vl_untied", "qwen3_vl", "internvl3_5_hf"];
+const FAMILIES: [&str; 5] = ["qwen2_vl_untied", "qwen2_5_vl_untied", "qwen3_vl", "qwen3_5", "internvl3_5_hf"];
 const ANSWERS: usize = 2;
+/// Makes half of the answers have no picture.
+const FEW: &str = "few pictures";
 
 /// Answers every turn with a text and one or two pictures, after a time that depends on the completion.
 struct Pictures {
@@ -73,8 +75,8 @@ impl Episode for Showing {
                 let parts = vec![AnswerPart::Medium { kind: MediumKind::Image, path }];
                 return Ok(Answer::Say { role: Role::Tool, parts, failed: 0 });
             }
+            Some(FEW) | None => {}
             Some(what) => return Err(what.into()),
-            None => {}
         }
         let parity = (self.key.sample as usize + turn.number) % 2;
         std::thread::sleep(Duration::from_millis(self.delays[parity]));
@@ -82,9 +84,8 @@ impl Episode for Showing {
         let text = format!("look {} ", turn.number);
         let mut parts = vec![AnswerPart::Text(text)];
         // One of the pictures is shown twice in the same answer.
-        parts.extend(
-            (0..2 - parity).map(|_| AnswerPart::Medium { kind: MediumKind::Image, path: path.clone() }),
-        );
+        let times = if self.fails == Some(FEW) { parity } else { 2 - parity };
+        parts.extend((0..times).map(|_| AnswerPart::Medium { kind: MediumKind::Image, path: path.clone() }));
         Ok(Answer::Say { role: Role::Tool, parts, failed: parity })
     }
 }
@@ -317,6 +318,24 @@ fn recorded_numbers_are_those_of_training_and_can_be_recalled() {
         assert_close(&recalled, &expected, 1e-4, name);
     }
     assert!(own_shown >= 2, "answers show the prompt's own picture to {own_shown} families");
+}
+
+/// Answers without a picture stand beside answers with one.
+#[test]
+fn answers_with_and_without_pictures_share_a_stream() {
+    for name in FAMILIES {
+        let setup = Setup::new(name, Device::Cpu);
+        let generated = setup.generate(&params([0, 0], Some(FEW)), 64, None).unwrap();
+        let completions = || generated.iter().flat_map(|of| &of.completions);
+        for pictures in [0, 1] {
+            let mut turns = completions().flat_map(|c| &c.turns);
+            assert!(turns.any(|turn| turn.sources.len() == pictures), "{name}: {pictures}");
+        }
+        let (stream, _, features) = setup.packed(&generated);
+        let recorded: Vec<f32> = completions().flat_map(|c| c.logprobs.clone()).collect();
+        let far = max_diff(&recorded, &setup.model.score(&stream, &features, 1.0).unwrap().0);
+        assert!(far <= 1e-4, "{name}: recorded and trained log-probabilities differ by {far}");
+    }
 }
 
 /// Sampling runs on every device.

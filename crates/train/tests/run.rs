@@ -393,12 +393,13 @@ fn resuming_in_the_middle_of_a_rollout_is_exact() {
 }
 
 /// The reference has the numbers of the policy, to the last bit, until an update moves the policy. This holds for prompts and turns
-/// with and without pictures, in one stream and in several.
+/// with and without pictures, in one stream and in several. A recalled rollout has the numbers of decoding, which sums in another order.
 #[test]
 fn a_reference_begins_with_the_bits_of_the_policy() {
     type Change = fn(&mut TrainSetup);
-    let changes: [(&str, Change); 3] = [
+    let changes: [(&str, Change); 4] = [
         ("one stream", |_| {}),
+        ("a recalled rollout", |s| s.algorithm.recall = true),
         ("several streams", |s| s.algorithm.max_stream_tokens = Some(24)),
         ("turns", |s| drop(turns::interact(s, None))),
     ];
@@ -407,13 +408,13 @@ fn a_reference_begins_with_the_bits_of_the_policy() {
         for (what, change) in changes {
             let mut setup = place.setup(what);
             run_model(&mut setup, name);
-            // Decoding sums in another order than the pass that scores the reference.
             setup.algorithm.recall = false;
             (setup.run.max_steps, setup.run.prompts_per_step) = (Some(2), 6);
             change(&mut setup);
+            let most = if setup.algorithm.recall { 1e-9 } else { 0.0 };
             run(setup).unwrap();
             let rows = lines(&place.out(what).join("metrics.jsonl"));
-            assert_eq!(number(&rows[0], "kl"), 0.0, "{name}, {what}");
+            assert!((0.0..=most).contains(&number(&rows[0], "kl")), "{name}, {what}: {}", rows[0]);
             assert!(number(&rows[1], "kl") > 1e-9, "{name}, {what}: {}", rows[1]);
         }
     }
