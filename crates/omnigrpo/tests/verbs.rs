@@ -1442,6 +1442,11 @@ fn families_on_the_emulator_of_a_gpu() {
                     || key.contains("per_sec")
                     || key.contains("memory")
                     || key.contains("bytes");
+                // A GPU alone knows the experts of decoded tokens.
+                if key == "sampling/rows_with_other_experts" {
+                    assert!(gpu[key].is_null(), "{name}");
+                    continue;
+                }
                 if let (false, Some(want)) = (timed, want.as_f64()) {
                     let got = gpu[key].as_f64().unwrap();
                     assert!(

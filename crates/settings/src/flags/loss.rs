@@ -176,7 +176,7 @@ pub const FLAGS: &[Flag] = &[
         GRPO,
     )
     .help(
-        "Column of each row that the teacher reads after the question, and the policy does not, such as `solution` or a hint. Without          `teacher_model_name_or_path`, the policy is its own teacher, with the weights that sample (self-distillation).",
+        "Column of each row that the teacher reads after the question, and the policy does not, such as `solution` or a hint. Without `teacher_model_name_or_path`, the policy is its own teacher, with the weights that sample (self-distillation).",
     )
     .alias(&["privileged_context_column"])
     .unset("the teacher reads the policy's prompt"),
@@ -271,7 +271,7 @@ pub const FLAGS: &[Flag] = &[
         GRPO,
     )
     .help(
-        "Number of the teacher's most probable tokens that the divergence reads at each position; all others are one more token          with the rest of the probability. 0, for `reverse_kl` alone, reads the sampled token only.",
+        "Number of the teacher's most probable tokens that the divergence reads at each position; all others are one more token with the rest of the probability. 0, for `reverse_kl` alone, reads the sampled token only.",
     )
     .alias(&["loss_top_k", "distillation_topk", "gkd_logits_topk"])
     .unset("0 for reverse_kl, 100 for the others")

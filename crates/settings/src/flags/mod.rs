@@ -636,6 +636,9 @@ mod tests {
                 _ if flag.name.ends_with("device") => vec!["cpu".into(), "cuda".into(), "cuda:7".into()],
                 _ if flag.name == "gpu_memory" => vec!["24GB".into(), "22.5GiB".into(), "800MB".into()],
                 _ if flag.name == "gpu_rates" => vec!["rtx-4090".into(), "165,1008".into()],
+                _ if flag.name == "teacher_prompt_template" => {
+                    vec!["{prompt} Hint: {privileged_context}".into()]
+                }
                 _ if flag.name == "host" => vec!["0.0.0.0".into(), "::1".into()],
                 _ if flag.name == "keep" => vec!["best".into(), "0.5".into()],
                 Kind::Words => vec!["some words".into()],

@@ -522,6 +522,8 @@ mod tests {
             "default",
             "gspo",
             "k3",
+            "live",
+            "topk_logits",
         ];
         for name in trainers::TABLE
             .iter()
