@@ -30,7 +30,7 @@ pub(crate) fn offer(room: &mut [Candidate], kept: &mut Kept, first: usize, logit
     for (block, logits) in logits.chunks(BLOCK).enumerate() {
         let least = kept.1;
         // A NaN is a candidate, so that it appears in the result.
-        if kept.0 >= k && !logits.iter().fold(false, |any, &z| any | !(z <= least)) {
+        if kept.0 >= k && !logits.iter().fold(false, |any, &z| any | (z > least) | z.is_nan()) {
             continue;
         }
         for (at, &z) in logits.iter().enumerate() {

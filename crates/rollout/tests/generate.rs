@@ -359,8 +359,9 @@ fn training_knows_the_experts_of_the_rollout() {
         omnigrpo_testkit::train_all(model);
         let others = |experts: &[Vec<u32>], memory: Option<Memory>| {
             let stream = stream.clone().comparing_experts(experts.iter().map(Vec::as_slice));
-            let pass =
-                model.train_pass(&stream, &[row.features.clone()], Training::default(), memory).unwrap();
+            let pass = model
+                .train_pass(&stream, std::slice::from_ref(&row.features), Training::default(), memory)
+                .unwrap();
             let d = vec![1.0; pass.logprobs.len()];
             pass.backward(&d, None).unwrap();
             omnigrpo_testkit::take_gradients(model);
