@@ -375,7 +375,7 @@ fn a_rollout_in_progress_that_does_not_fit_is_refused() {
     refused(&empty, "does not fit the run: 0 rows, expected at least one");
     // A completion less in every list.
     let fewer = |buffer: &mut Value| {
-        for name in ["ids", "texts", "truncated", "old", "sampled", "reference", "kept"] {
+        for name in ["ids", "texts", "truncated", "old", "sampled", "reference", "kept", "chosen"] {
             buffer[name][0].as_array_mut().unwrap().pop();
         }
         buffer["reward_totals"].as_array_mut().unwrap().pop();
