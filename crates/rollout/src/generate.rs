@@ -82,8 +82,8 @@ pub struct Completion {
     #[serde(default)]
     pub failed_calls: usize,
     /// Experts of each token that the model read after the prompt, `[tokens, blocks]`, as numbers to compare with
-    /// ([`PackedStream::comparing_experts`](omnigrpo_models::PackedStream::comparing_experts)). Empty for a model without experts and on a
-    /// GPU.
+    /// ([`PackedStream::comparing_experts`](omnigrpo_models::PackedStream::comparing_experts)). Empty for a model without experts, on a
+    /// GPU, and if [`GenerateOptions::experts`] is false.
     #[serde(default)]
     pub experts: Vec<u32>,
 }
@@ -217,6 +217,8 @@ pub struct GenerateOptions<'o> {
     pub on_token: Option<&'o mut dyn FnMut(TokenEvent)>,
     /// Memory for the decoder's results. It stays empty if the model [cannot recall them](Model::can_recall).
     pub memory: Option<&'o mut DecoderMemory>,
+    /// True to record [`Completion::experts`]: four bytes per token and block.
+    pub experts: bool,
 }
 
 /// Default maximum of completions decoded at once. It is large enough to share a pass over the weights and small enough for the
@@ -337,7 +339,8 @@ impl<'a> Generator<'a> {
         let on_token = options.on_token.unwrap_or(&mut ignore);
         let mut experts_only = DecoderMemory::new(0, true);
         let memory = options.memory.filter(|_| self.model.can_recall());
-        let memory = memory.or_else(|| self.model.remembers_experts().then_some(&mut experts_only));
+        let records = options.experts && self.model.remembers_experts();
+        let memory = memory.or_else(|| records.then_some(&mut experts_only));
         let Some(limits) = &self.params.turns else {
             return self.generate_asking(next, on_token, memory, None, None);
         };
@@ -416,8 +419,9 @@ impl<'a> Generator<'a> {
         if let Some(memory) = memory {
             memory.finish();
             for ((request, slot), experts) in memory.take_experts() {
-                let completion = finished[request].completions[slot].as_mut();
-                completion.into_iter().for_each(|completion| completion.experts.clone_from(&experts));
+                if let Some(completion) = &mut finished[request].completions[slot] {
+                    completion.experts = experts;
+                }
             }
         }
         finished.into_iter().zip(&requests).map(|(partial, request)| self.finish(partial, request)).collect()

@@ -277,7 +277,7 @@ fn a_rollout_can_be_differentiated() {
         };
         for (outputs_only, room) in [(false, prompt_rows + 9 * 15), (true, 4096), (false, prompt_rows + 20)] {
             let mut memory = DecoderMemory::new(room, outputs_only);
-            let options = GenerateOptions { memory: Some(&mut memory), on_token: None };
+            let options = GenerateOptions { memory: Some(&mut memory), on_token: None, experts: false };
             let groups = completions(generator.generate(requests.iter().copied(), options).unwrap());
             let lengths: Vec<usize> = groups.iter().flatten().map(|c| c.ids.len()).collect();
             assert!(lengths.iter().any(|&len| len < 16) && lengths.contains(&16), "{name}: {lengths:?}");
@@ -313,7 +313,7 @@ fn a_rollout_can_be_differentiated() {
             omnigrpo_testkit::assert_close(&recalled, &expected, 1e-4, name);
             // A stream of other completions does not match the memory.
             let mut memory = DecoderMemory::new(room, outputs_only);
-            let options = GenerateOptions { memory: Some(&mut memory), on_token: None };
+            let options = GenerateOptions { memory: Some(&mut memory), on_token: None, experts: false };
             generator.generate(requests.iter().copied(), options).unwrap();
             let other = PackedStream::new(&streams[..2]).unwrap();
             assert!(memory.of_stream(&other).unwrap().is_none());
@@ -346,12 +346,15 @@ fn training_knows_the_experts_of_the_rollout() {
             interaction: None,
         };
         let mut memory = DecoderMemory::new(4096, false);
-        let options = GenerateOptions { memory: Some(&mut memory), on_token: None };
+        let options = GenerateOptions { memory: Some(&mut memory), on_token: None, experts: true };
         let group = completions(generator.generate([request], options).unwrap()).remove(0);
         let blocks = model.decoder().config().layers;
         let rows: usize = group.iter().map(|c| c.ids.len() - 1).sum();
         assert!(group.iter().all(|c| c.experts.len() == blocks * (c.ids.len() - 1)), "{name}");
-        let alone = completions(generator.generate([request], GenerateOptions::default()).unwrap()).remove(0);
+        let options = GenerateOptions { experts: true, ..GenerateOptions::default() };
+        let alone = completions(generator.generate([request], options).unwrap()).remove(0);
+        let unasked = completions(generator.generate([request], GenerateOptions::default()).unwrap());
+        assert!(unasked.concat().iter().all(|c| c.experts.is_empty()), "{name}");
         assert!(group.iter().zip(&alone).all(|(a, b)| a.experts == b.experts), "{name}: without a memory");
 
         let ids = group.iter().map(|c| c.ids.as_slice()).collect();
@@ -929,7 +932,7 @@ fn events_report_every_token_in_order() {
     let mut on_token = |TokenEvent { request, sample, id, last }| {
         seen.entry((request, sample)).or_default().push((id, last));
     };
-    let options = GenerateOptions { on_token: Some(&mut on_token), memory: None };
+    let options = GenerateOptions { on_token: Some(&mut on_token), memory: None, experts: false };
     let groups = completions(generator.generate(requests, options).unwrap());
     for (request, group) in groups.iter().enumerate() {
         for (sample, completion) in group.iter().enumerate() {

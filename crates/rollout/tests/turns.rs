@@ -186,7 +186,7 @@ impl Setup {
                 ..Request::new(prompt, features)
             })
             .collect();
-        let options = GenerateOptions { on_token: Some(&mut on_token), memory };
+        let options = GenerateOptions { on_token: Some(&mut on_token), memory, experts: false };
         Generator::new(&self.model, &self.prompts, &params.sampling)
             .with_max_live(max_live)
             .with_interaction(Some(&params.interaction))

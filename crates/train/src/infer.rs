@@ -193,7 +193,7 @@ pub fn generate(
     for batch in rows.chunks(options.batch_rows.max(1)) {
         let Ready { rows, features, unusable } = prepare_all(model, prompts, dataset, None, batch)?;
         let requests = requests(&rows, &features, options.num_generations, 0);
-        let watched = GenerateOptions { on_token: Some(&mut *token), memory: None };
+        let watched = GenerateOptions { on_token: Some(&mut *token), memory: None, experts: false };
         let generated = generator.generate(requests, watched)?;
         let completions: Vec<Vec<Completion>> = generated.into_iter().map(|of| of.completions).collect();
         each(GeneratedBatch { rows: &rows, completions: &completions, unusable: &unusable })?;

@@ -333,17 +333,19 @@ fn lasting(model: &Model, plan: &MemoryPlan) -> Memory {
 
 /// Returns the bytes of a teacher's most probable tokens: the id and the log-probability of each for a rollout, and for a stream the
 /// log-probabilities and gradients in f64, and their copies in f32.
-fn teacher_bytes(plan: &MemoryPlan) -> u64 {
+fn teacher_bytes(model: &Model, plan: &MemoryPlan) -> u64 {
     let Work::Rollout(rows) = &plan.work else { return 0 };
     let algorithm = plan.algorithm;
     let each = (algorithm.num_generations * algorithm.sampling.max_completion_length) as u64;
     let (all, stream) = (each * rows.len() as u64, algorithm.stream_rows() as u64);
-    algorithm.loss.teacher_tokens() as u64 * (8 * all + 48 * all.min(stream))
+    let tokens = algorithm.loss.teacher_tokens().min(model.decoder().config().vocab) as u64;
+    tokens * (8 * all + 48 * all.min(stream))
 }
 
 /// Returns the main memory beside a card. Gradients that are updated there keep their memory for the next step.
 fn beside_card(model: &Model, plan: &MemoryPlan) -> Memory {
-    let mut out = Memory { media: moving_media(plan), teacher: teacher_bytes(plan), ..lasting(model, plan) };
+    let mut out =
+        Memory { media: moving_media(plan), teacher: teacher_bytes(model, plan), ..lasting(model, plan) };
     if is_offloaded(plan) {
         let trained = model.params().iter().filter(|param| param.trainable());
         out.gradients = trained.map(|param| 4 * param.len() as u64).sum();
@@ -420,7 +422,7 @@ fn measured(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
     out.recorded = most.of(Held::Recorded);
     out.workspace = if plan.of == MemoryOf::Card { Card::OWN_BYTES as u64 } else { 0 };
     if plan.of == MemoryOf::Host {
-        (out.media, out.teacher) = (moving_media(plan), teacher_bytes(plan));
+        (out.media, out.teacher) = (moving_media(plan), teacher_bytes(model, plan));
     }
     Ok(out)
 }

@@ -6,7 +6,7 @@
 use std::mem::{replace, take};
 use std::ops::Range;
 
-use omnigrpo_grpo::{Batch, LossOutput, MetricSums, Normalizer, TeacherTokens, evaluate};
+use omnigrpo_grpo::{Batch, Covariance, LossOutput, MetricSums, Normalizer, TeacherTokens, evaluate};
 use omnigrpo_models::{
     DecoderMemory, FeatureGradients, Features, Memories, Model, PackedStream, Prompt, StreamPass,
     StreamScores, TopTokens, Training,
@@ -254,6 +254,7 @@ impl<'a> Pass<'a> {
     ) -> Result<()> {
         let stream = rollouts.packed(parts, Reader::Policy)?;
         let (way, recompute) = (self.way(parts, rollouts), self.training.recompute);
+        let runs = !matches!(way, Way::Known(_));
         let mut forward = |recalled, recompute| {
             timed(timer, "forward", || self.forward(&stream, parts, rollouts, recalled, recompute))
         };
@@ -272,7 +273,9 @@ impl<'a> Pass<'a> {
             Some(pass) => timed(timer, "backward", || self.backward(pass, parts, &loss, exchange))?,
             None => self.idle.extend(parts.iter().map(|part| part.group - self.leaf.start)),
         }
-        self.passed.experts.iter_mut().zip(stream.other_experts()).for_each(|(sum, own)| *sum += own);
+        if runs {
+            self.passed.experts.iter_mut().zip(stream.other_experts()).for_each(|(sum, own)| *sum += own);
+        }
         Ok(())
     }
 
@@ -285,6 +288,8 @@ impl<'a> Pass<'a> {
         let idle = rollouts.members(parts).all(|c| c.advantage == 0.0)
             && !plan.needs_reference()
             && !plan.needs_entropy()
+            // Chosen tokens pay for their distance from sampling, whatever their advantage.
+            && !matches!(plan.covariance, Covariance::Kl { .. })
             && self.training.router.is_off();
         match idle.then(|| self.as_drawn(parts, rollouts)) {
             None => Way::Train(recalled),

@@ -189,7 +189,7 @@ impl<'a> Own<'a> {
         memory: Option<&mut DecoderMemory>,
         mut told: impl FnMut(TokenEvent),
     ) -> Result<()> {
-        let options = GenerateOptions { on_token: Some(&mut told), memory };
+        let options = GenerateOptions { on_token: Some(&mut told), memory, experts: true };
         let all = self.generator.generate(places.iter().map(|&place| self.requests[place]), options)?;
         for (place, generated) in places.into_iter().zip(all) {
             self.media[place] = generated.media;
@@ -229,7 +229,7 @@ impl<'a> Own<'a> {
                 None
             })
         });
-        let options = GenerateOptions { on_token: Some(&mut told), memory: None };
+        let options = GenerateOptions { on_token: Some(&mut told), memory: None, experts: true };
         let generated = self.generator.generate(requests, options)?;
         failed.map_or(Ok(()), Err)?;
         let sent = generated.into_iter().map(|of| saved_turns::sent(of.completions));

@@ -45,8 +45,9 @@ impl RowCheck<'_> {
                 Objective::Imitate => prompts.plan_sft(sample, headers)?,
                 Objective::Reinforce => {
                     let (prompt, plans) = prompts.plan(sample, headers)?;
-                    let of_teacher = prompts.plan_for_teacher(sample, &plans)?;
-                    (of_teacher.unwrap_or(prompt.ids.len()), plans)
+                    // The longest rows are those of the policy, whose pass keeps its activations. The teacher's prompt has to fit too.
+                    prompts.plan_for_teacher(sample, &plans)?;
+                    (prompt.ids.len(), plans)
                 }
             };
             let numbers: usize =

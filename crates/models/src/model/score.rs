@@ -334,8 +334,8 @@ impl StreamPass<'_> {
         self.backward_by_block(dlogp, dentropy, &[], &mut |_| {})
     }
 
-    /// Runs [`Self::backward`], with dL/dlogp of the teacher's tokens as well (`[tokens, k]`, or empty for 0), and calls `done` with the number of each block of the decoder when the gradients of its weights are
-    /// complete. The last block comes first. The gradients of the output head and of the final norm are complete before.
+    /// Runs [`Self::backward`], with dL/dlogp of the teacher's tokens as well (`[tokens, k]`, or empty for 0). It calls `done` with the
+    /// number of each block of the decoder when the gradients of its weights are complete. The last block comes first. The gradients of the output head and of the final norm are complete before.
     ///
     /// # Errors
     /// Returns an error if the lengths differ from the stream's.

@@ -59,7 +59,7 @@ fn no_bound(s: &Settings) -> Option<&'static str> {
 
 fn no_other_model(s: &Settings) -> Option<&'static str> {
     (s.model.teacher.is_none() && s.model.reference.is_none())
-        .then_some("neither a teacher nor a reference of its own is given")
+        .then_some("neither a teacher nor a reference with files of its own is given")
 }
 
 fn no_teacher(s: &Settings) -> Option<&'static str> {

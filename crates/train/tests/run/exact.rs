@@ -291,6 +291,21 @@ fn tokens_of_a_covariance_stay_with_their_rollout() {
                 norms("free", |s| s.algorithm.loss.covariance = Covariance::Kl { share: 0.25, coef: 0.0 });
             let differs: Vec<bool> = free.iter().zip(&whole).map(|(a, b)| a != b).collect();
             assert_eq!(differs[..2], [false, true], "{free:?} {whole:?}");
+            // Completions without an advantage pay as well, in a stream of their own or with others.
+            let few = |s: &mut TrainSetup| {
+                s.run.steps_per_generation = 1;
+                s.algorithm.loss.covariance = Covariance::Kl { share: 1.0, coef: 5.0 };
+                s.rewards = reward(|input| if input.key.row == 0 { input.key.sample as f64 } else { 0.0 });
+            };
+            let mut setup = new("few");
+            few(&mut setup);
+            run(setup).unwrap();
+            let mut setup = new("few_cut");
+            few(&mut setup);
+            setup.algorithm.max_stream_tokens = Some(1);
+            run(setup).unwrap();
+            let [whole, cut] = ["few", "few_cut"].map(|name| metric(&place.out(name), "grad_norm"));
+            assert!((cut[1] / whole[1] - 1.0).abs() < 1e-3, "{cut:?} {whole:?}");
         }
     }
 }

@@ -329,7 +329,7 @@ fn generate_one(settings: &Settings, context: &Context, question: &str) -> Resul
             let _ = std::io::stdout().flush();
         }
     };
-    let options = GenerateOptions { on_token: Some(&mut on_token), memory: None };
+    let options = GenerateOptions { on_token: Some(&mut on_token), memory: None, experts: false };
     let generated = generator.generate(requests, options)?;
     if live {
         print_data(&decoder.finish())?;
