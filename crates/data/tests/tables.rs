@@ -118,7 +118,7 @@ fn a_folder_for_each_class_gives_questions_pictures_and_labels() {
     );
 }
 
-/// What is not read is an error, since the rows would be missing without a word.
+/// A folder that would be left out is an error, since its rows would be missing without a word.
 #[test]
 fn folders_that_are_not_searched_are_errors() {
     let refused = |prepare: &dyn Fn(&Path)| {

@@ -412,7 +412,7 @@ impl LossPlan {
             let by_token = weight == 0.0 && !whole;
             require(
                 by_token,
-                "covariance.share",
+                "covariance",
                 share,
                 "no covariance beside a teacher or a term per completion",
             )?;
@@ -1232,7 +1232,7 @@ fn required_inputs<'a>(
     if batch.teacher.is_some() != (plan.teacher_tokens() > 0) {
         return Err(Error::MissingInput {
             what: if batch.teacher.is_some() {
-                "a divergence over them"
+                "a divergence over the teacher's most probable tokens"
             } else {
                 "the teacher's most probable tokens"
             },

@@ -74,7 +74,7 @@ use paths::Path;
 pub use arithmetic::Arithmetic;
 pub use mat::{Mat, MatMut};
 pub use simd::{Instructions, limit_instructions};
-pub use top::largest;
+pub use top::{Top, largest};
 
 /// The elements of a weight in row-major order, in the dtype in which they are stored.
 #[derive(Clone, Copy, Debug)]

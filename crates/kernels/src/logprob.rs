@@ -11,7 +11,7 @@ use crate::mat::{Mat, MatMut, check};
 use crate::parallel::{Shared, ranges};
 use crate::profile::{self, Op, span};
 use crate::simd::{exp, load, select, store};
-use crate::top;
+use crate::top::{self, Top};
 use crate::workspace::{LOGITS, reserve};
 
 /// Number of rows in a block of logits.
@@ -200,15 +200,15 @@ impl Weights {
 /// Returns the log-probability of every target, and the entropy and log-sum-exp of every row of `hidden [rows, h]`.
 #[must_use]
 pub fn forward(hidden: Mat, head: Head, targets: Targets) -> Scores {
-    forward_top(hidden, head, targets, 0).0
+    forward_top(hidden, head, targets, Top::NONE).0
 }
 
-/// Returns what [`forward`] does, and the `k` most probable tokens of each row with their log-probabilities: `[rows, k]`, the most
-/// probable first. `k` is at most the size of the vocabulary.
+/// Returns what [`forward`] does, and the most probable tokens of each row with their log-probabilities: `[rows, k]`, the most
+/// probable first. Their number is at most that of the ids, and these are in the vocabulary.
 #[must_use]
-pub fn forward_top(hidden: Mat, head: Head, targets: Targets, k: usize) -> (Scores, Vec<(u32, f32)>) {
-    let rows = hidden.rows;
-    check!("most probable tokens", k <= head.weight.dims().0, k, head.weight.dims());
+pub fn forward_top(hidden: Mat, head: Head, targets: Targets, top: Top) -> (Scores, Vec<(u32, f32)>) {
+    let (rows, Top { k, below }) = (hidden.rows, top);
+    check!("most probable tokens", top == top.within(head.weight.dims().0), top, head.weight.dims());
     let (each, mut kept) = (top::room(k), vec![top::NONE; if k == 0 { 0 } else { rows }]);
     let mut candidates = vec![(0.0, 0); rows * each];
     let _span = span(Op::Head, || profile::product(rows, head.weight));
@@ -232,6 +232,7 @@ pub fn forward_top(hidden: Mat, head: Head, targets: Targets, k: usize) -> (Scor
                     let r = block.start + i;
                     // SAFETY: as above.
                     let (own, kept) = unsafe { (all_candidates.part(r * each, each), all_kept.part(r, 1)) };
+                    let row = &row[..below.saturating_sub(chunk.start).min(row.len())];
                     top::offer(own, &mut kept[0], chunk.start, row);
                 }
             }

@@ -5,6 +5,27 @@ use std::cmp::Ordering;
 /// Number of logits that are compared with the smallest kept one together.
 const BLOCK: usize = 64;
 
+/// Which most probable tokens of a row are wanted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Top {
+    /// Number of tokens.
+    pub k: usize,
+    /// Bound of their ids: tokens with this id or a larger one are left out.
+    pub below: usize,
+}
+
+impl Top {
+    /// No tokens.
+    pub const NONE: Self = Self { k: 0, below: 0 };
+
+    /// Returns what there is of it in a vocabulary.
+    #[must_use]
+    pub fn within(self, vocab: usize) -> Self {
+        let below = self.below.min(vocab);
+        Self { k: self.k.min(below), below }
+    }
+}
+
 /// A logit and its token id.
 pub(crate) type Candidate = (f32, u32);
 

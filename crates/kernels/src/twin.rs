@@ -16,6 +16,7 @@ use crate::experts::{Choices, Groups};
 use crate::logprob::{Gradient, Scores, Targets};
 use crate::optim::AdamW;
 use crate::sample::{Draw, DrawFrom, Sampler};
+use crate::top::Top;
 
 pub use recurrent::*;
 
@@ -386,14 +387,15 @@ pub fn logprob_forward(hidden: Mat64, head: Mat64, targets: Targets, temperature
     Scores { logp, entropy, lse }
 }
 
-/// Returns the `k` most probable tokens of each row with their log-probabilities, `[rows, k]`.
+/// Returns the most probable tokens of each row with their log-probabilities, `[rows, k]`.
 #[must_use]
-pub fn most_probable(hidden: Mat64, head: Mat64, temperature: f64, k: usize) -> Vec<(u32, f64)> {
+pub fn most_probable(hidden: Mat64, head: Mat64, temperature: f64, top: Top) -> Vec<(u32, f64)> {
     let of_row = |logits: &[f64]| {
         let lse = logits.iter().map(|z| (z / temperature).exp()).sum::<f64>().ln();
+        let logits = &logits[..top.below];
         let mut each: Vec<(u32, f64)> = (0..).zip(logits.iter().map(|z| z / temperature - lse)).collect();
         each.sort_by(|a, b| b.1.total_cmp(&a.1));
-        each.truncate(k);
+        each.truncate(top.k);
         each
     };
     linear_forward(hidden, head, None).chunks(head.rows.max(1)).flat_map(of_row).collect()

@@ -28,7 +28,7 @@ use omnigrpo_kernels::optim::AdamW;
 use omnigrpo_kernels::paths::Path;
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 use omnigrpo_kernels::{
-    Arithmetic, Mat, MatMut, Stored, Weight, embedding, linear, logprob, norm, optim, rope, scale, twin,
+    Arithmetic, Mat, MatMut, Stored, Top, Weight, embedding, linear, logprob, norm, optim, rope, scale, twin,
 };
 
 const ACTIVATIONS: [Activation; 4] =
@@ -447,7 +447,8 @@ pub fn everything(m: usize, k: usize, n: usize, v: usize) -> Vec<Vec<f32>> {
     let offsets: Vec<usize> = (0..=m).collect();
     let targets = Targets { tokens: &tokens, offsets: &offsets };
     let own = Head { weight: Weight::f32(&head, v, k), temperature: 0.9 };
-    let (Scores { logp, entropy, lse }, most) = logprob::forward_top(x, own, targets, 20);
+    let (Scores { logp, entropy, lse }, most) =
+        logprob::forward_top(x, own, targets, Top { k: 20, below: v });
     out.push(most.into_iter().flat_map(|(id, logp)| [id as f32, logp]).collect());
     let gradient = logprob::Gradient { logp: &noise(m, 3), entropy: None };
     let (stats, mut dhead) = (Statistics { entropy: &entropy, lse: &lse }, vec![0.0; v * k]);
@@ -463,7 +464,14 @@ pub fn everything(m: usize, k: usize, n: usize, v: usize) -> Vec<Vec<f32>> {
 /// The most probable tokens come with the log-probabilities that targets have, and change no bit of those.
 #[test]
 fn the_most_probable_tokens_match_their_twin() {
-    for (rows, h, vocab, k) in [(1, 8, 5, 5), (3, 24, 3000, 64), (600, 16, 1030, 7), (2, 4, 9, 1)] {
+    for (rows, h, vocab, k, below) in [
+        (1, 8, 5, 5, 5),
+        (3, 24, 3000, 64, 3000),
+        (600, 16, 1030, 7, 1030),
+        (2, 4, 9, 1, 9),
+        (5, 8, 3000, 40, 1025),
+    ] {
+        let top = Top { k, below };
         let (x, head) = (noise(rows * h, 1), noise(vocab * h, 2));
         let (hidden, own) =
             (Mat::new(&x, rows, h), Head { weight: Weight::f32(&head, vocab, h), temperature: 0.8 });
@@ -471,16 +479,17 @@ fn the_most_probable_tokens_match_their_twin() {
         let tokens: Vec<u32> = (0..rows as u32).map(|i| i * 9 % vocab as u32).collect();
         let plain = logprob::forward(hidden, own, Targets { tokens: &tokens, offsets: &offsets });
         let (scores, most) =
-            logprob::forward_top(hidden, own, Targets { tokens: &tokens, offsets: &offsets }, k);
+            logprob::forward_top(hidden, own, Targets { tokens: &tokens, offsets: &offsets }, top);
         assert_eq!((&scores.logp, &scores.entropy, &scores.lse), (&plain.logp, &plain.entropy, &plain.lse));
         assert_eq!(most.len(), rows * k);
+        assert!(most.iter().all(|(id, _)| (*id as usize) < below));
         // The tokens have the same log-probabilities as targets.
         let (ids, logp): (Vec<u32>, Vec<f32>) = most.iter().copied().unzip();
         let each: Vec<usize> = (0..=rows).map(|row| row * k).collect();
         let targets = Targets { tokens: &ids, offsets: &each };
         assert_eq!(logprob::forward(hidden, own, targets).logp, logp);
         let (x, head) = (wide(&x), wide(&head));
-        let twin = twin::most_probable(Mat::new(&x, rows, h), Mat::new(&head, vocab, h), 0.8, k);
+        let twin = twin::most_probable(Mat::new(&x, rows, h), Mat::new(&head, vocab, h), 0.8, top);
         for (at, (got, want)) in most.iter().zip(twin).enumerate() {
             // Tokens that are almost equally probable may change places.
             let far = (f64::from(got.1) - want.1).abs();

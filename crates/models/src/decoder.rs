@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use omnigrpo_ops::{
     AttentionHeads, AttentionLayout, CausalConv, DecodeBatch, DecodeRows, DeltaGates, DeltaHeads, Draw,
     DrawFrom, GatedNorm, GroupCache, Host, Index, Layout, Linear, Norm, Param, Part, Pass, Replays,
-    RopeTable, Rows, Sampler, Scores, StateSizes, Tape, Targets, Var, embed, embed_backward,
+    RopeTable, Rows, Sampler, Scores, StateSizes, Tape, Targets, Top, Var, embed, embed_backward,
 };
 
 use crate::block::{Block, BlockPass, Mlp, NormOrder, QkNorm};
@@ -864,14 +864,14 @@ impl Decoder {
     /// # Errors
     /// Returns an error if the number of rows differs from that of the targets or a token is out of range.
     pub fn score(&self, hidden: Rows, targets: &Targets, temperature: f32) -> Result<Scored> {
-        self.score_top(hidden, targets, temperature, 0)
+        self.score_top(hidden, targets, temperature, Top::NONE)
     }
 
     /// Computes what [`Self::score`] does, and the `top` most probable tokens at each row of the targets ([`Scores::top`]).
     ///
     /// # Errors
     /// Returns the errors of [`Self::score`].
-    pub fn score_top(&self, hidden: Rows, targets: &Targets, temperature: f32, top: usize) -> Result<Scored> {
+    pub fn score_top(&self, hidden: Rows, targets: &Targets, temperature: f32, top: Top) -> Result<Scored> {
         let (normed, stats) = self.final_norm.forward(&hidden)?;
         let scores = omnigrpo_ops::score_top(&normed, &self.head, targets, temperature, top)?;
         let mut entropies = vec![0.0; targets.tokens.len()];

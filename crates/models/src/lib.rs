@@ -59,7 +59,7 @@ pub use model::{
 };
 pub use omnigrpo_guard::Setting;
 pub use omnigrpo_media::{Limits, Orientation};
-pub use omnigrpo_ops::{Arithmetic, Bf16Path, Part, QuantBits};
+pub use omnigrpo_ops::{Arithmetic, Bf16Path, Part, QuantBits, Top};
 pub use origin::Origin;
 pub use peft::{adapter_base, whole_tensors};
 pub use prompt::{

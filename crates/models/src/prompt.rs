@@ -133,6 +133,19 @@ impl serde::Serialize for ContextTemplate {
 }
 
 impl PrivilegedContext {
+    /// Says of the error about a long prompt that the teacher's is meant.
+    fn named(&self, error: ModelError) -> ModelError {
+        match error {
+            ModelError::PromptTooLong { tokens, limit, which, remedy } => ModelError::PromptTooLong {
+                which: format!("{which}, for the teacher's prompt with the column `{}`", self.column),
+                tokens,
+                limit,
+                remedy,
+            },
+            other => other,
+        }
+    }
+
     /// Returns the row as the teacher reads it.
     fn told(&self, sample: &Sample) -> Result<Sample> {
         let refused =
@@ -369,8 +382,8 @@ impl PromptBuilder {
     pub fn for_teacher(&self, sample: &Sample, prompt: &Prompt) -> Result<Option<Prompt>> {
         let Some(context) = &self.settings.privileged_context else { return Ok(None) };
         let told = context.told(sample)?;
-        let rendered = self.render(&told, &told.turns, &self.shown_media(&prompt.media)?)?;
-        let own = self.prompt(&told.turns, rendered, prompt.media.clone())?;
+        let rendered = self.render(&told, &told.turns, &self.shown_media(&prompt.media)?);
+        let own = self.prompt(&told.turns, rendered.map_err(|e| context.named(e))?, prompt.media.clone())?;
         // A projector reads the question alone, so that the features are those of the policy.
         Ok(Some(Prompt { instruction: prompt.instruction.clone(), ..own }))
     }
@@ -384,7 +397,8 @@ impl PromptBuilder {
         let Some(context) = &self.settings.privileged_context else { return Ok(None) };
         let told = context.told(sample)?;
         let shown = self.shown(plans.iter().map(MediumPlan::shown))?;
-        Ok(Some(self.render(&told, &told.turns, &shown)?.ids.len()))
+        let rendered = self.render(&told, &told.turns, &shown);
+        Ok(Some(rendered.map_err(|e| context.named(e))?.ids.len()))
     }
 
     fn headers(&self, media: &[MediumRef]) -> Result<Vec<MediumInfo>> {

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use omnigrpo_grpo::{Batch, LossPlan, Normalizer, evaluate, recipe};
 use omnigrpo_models::{Features, GroupStream, Memories, Model, PackedStream, Prompt, Training};
-use omnigrpo_ops::Part;
+use omnigrpo_ops::{Part, Top};
 use omnigrpo_testkit::{
     Golden, Gradients, QWENS, assert_close, case_prompt, check_gradients, larger_model, lengthened, max_diff,
     model_of, take_gradients, train_all, training,
@@ -232,7 +232,7 @@ fn tokens_of_a_teacher_are_targets_of_their_own() {
         let stream = PackedStream::new(&streams).unwrap();
         let features: Vec<_> = groups.iter().map(|g| model.encode_prompt(&g.prompt).unwrap()).collect();
         let vocab = model.decoder().config().vocab;
-        let all = model.score_top(&stream, &features, 0.9, vocab + 5).unwrap();
+        let all = model.score_top(&stream, &features, 0.9, Top { k: vocab + 5, below: vocab }).unwrap();
         assert_eq!((all.top.k, all.top.tokens.len()), (vocab, vocab * stream.num_targets()), "{name}");
         let sampled: Vec<u32> =
             streams.iter().flat_map(|g| &g.completions).flat_map(|c| c.to_vec()).collect();

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use half::bf16;
 use omnigrpo_kernels::Arithmetic;
+use omnigrpo_kernels::Top;
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::attention::{AttentionLayout, QueryRange};
 use omnigrpo_kernels::quant::QuantMatrix;
@@ -510,9 +511,9 @@ fn score(rows: usize, h: usize, v: usize, form: Form, back: Option<bool>) -> Res
         tokens: vec![0; part.rows],
     };
     let head = weights[0].weight();
-    let scores = cpu.score(&x, head, &targets, 1.0, 0);
+    let scores = cpu.score(&x, head, &targets, 1.0, Top::NONE);
     if back.is_none() {
-        return Ok(part.scale * timed(|| drop(black_box(cpu.score(&x, head, &targets, 1.0, 0)))));
+        return Ok(part.scale * timed(|| drop(black_box(cpu.score(&x, head, &targets, 1.0, Top::NONE)))));
     }
     let dlogp = vec![0.1; part.rows];
     Ok(part.scale * timed(|| drop(black_box(cpu.score_back(&x, head, &targets, &scores, &dlogp, None)))))

@@ -10,7 +10,7 @@ use omnigrpo_ops::{
     DecodeRows, DeltaGates, DeltaHeads, Device, DrawFrom, Dropout, ExpertLinear, GatedNorm, GroupCache,
     Linear, Moments, Norm, OUTSIDE, Op, Order, PackedLinear, Param, ParamDtype, Part, Pass, Patches,
     QuantBits, QuantMatrix, Result, RopeTable, RouterLoss, Routes, RowMix, Rows, Sampler, StateSizes, Step,
-    Tape, Targets, Values, Var, embed, embed_backward, squares,
+    Tape, Targets, Top, Values, Var, embed, embed_backward, squares,
 };
 
 /// Opens the emulator, or the GPU that `OMNIGRPO_TEST_CARD` names (tools/gpu/first-contact).
@@ -1014,9 +1014,15 @@ fn the_head() {
 #[test]
 fn the_most_probable_tokens() {
     let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
-    for (rows, h, vocab, top) in [(1, 1, 1, 3), (3, 9, 37, 5), (4, 33, 2100, 60), (3, 9, 37, 100)] {
+    for (rows, h, vocab, top, below) in [
+        (1, 1, 1, 3, 9),
+        (3, 9, 37, 5, 37),
+        (4, 33, 2100, 60, 2100),
+        (3, 9, 37, 100, 37),
+        (3, 9, 37, 100, 30),
+    ] {
         let head = param("head", &[vocab, h], 1);
-        let k = top.min(vocab);
+        let k = top.min(below).min(vocab);
         let targets = |tokens: Vec<u32>| {
             let each = tokens.len() / rows.max(1);
             Targets { rows: (0..rows).collect(), offsets: (0..=rows).map(|row| row * each).collect(), tokens }
@@ -1024,7 +1030,8 @@ fn the_most_probable_tokens() {
         let normed = |device: Device| Rows::upload(device, noise(rows * h, 2), rows, h).unwrap();
         let run = |device: Device| {
             let one = targets(vec![0; rows]);
-            let scores = omnigrpo_ops::score_top(&normed(device), &head, &one, 0.75, top).unwrap();
+            let scores =
+                omnigrpo_ops::score_top(&normed(device), &head, &one, 0.75, Top { k: top, below }).unwrap();
             let (ids, logp): (Vec<u32>, Vec<f32>) = scores.top.into_iter().unzip();
             let again = omnigrpo_ops::score(&normed(device), &head, &targets(ids.clone()), 0.75).unwrap();
             let far = far(&again.logprobs.to_f64(), &wide(&logp));

@@ -365,6 +365,11 @@ pub fn check(verb: Verb, s: &Settings) -> Vec<Problem> {
 
 fn wrong_loss(s: &Settings) -> Vec<Problem> {
     let problem = |error| match error {
+        omnigrpo_grpo::Error::Setting { setting: "covariance", expected, .. } => {
+            Problem::usage("`clip_cov` and `kl_cov` choose tokens by one advantage and one term per token")
+                .got("`loss_type` with one of them")
+                .expected(expected)
+        }
         omnigrpo_grpo::Error::Setting { setting, value, expected } => {
             let flag = match setting {
                 "surrogate.cap" if matches!(s.algorithm.loss.surrogate, Surrogate::Dppo { .. }) => "delta",

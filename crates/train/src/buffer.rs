@@ -211,7 +211,7 @@ impl BufferState {
         let needed = [
             ("top_entropy_quantile", algorithm.loss.top_entropy < 1.0, self.kept.is_empty()),
             ("loss_type", algorithm.loss.covariance != Covariance::Off, self.chosen.is_empty()),
-            ("sync_ref_model", moving_reference, self.reference.is_empty()),
+            ("the reference or teacher", moving_reference, self.reference.is_empty()),
         ];
         if let Some((setting, ..)) = needed.iter().find(|(_, needed, missing)| *needed && *missing) {
             return Err(TrainError::Checkpoint {

@@ -9,7 +9,7 @@ use std::ops::Range;
 use omnigrpo_grpo::{Batch, Covariance, LossOutput, MetricSums, Normalizer, TeacherTokens, evaluate};
 use omnigrpo_models::{
     DecoderMemory, FeatureGradients, Features, Memories, Model, PackedStream, Prompt, StreamPass,
-    StreamScores, TopTokens, Training,
+    StreamScores, Top, TopTokens, Training,
 };
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_rollout::Completion;
@@ -463,13 +463,13 @@ struct Scorer<'m> {
     /// Lender of the model's weights.
     lender: Option<&'m Lender>,
     reader: Reader,
-    /// Number of most probable tokens that are kept at each token.
-    top: usize,
+    /// Most probable tokens that are kept at each token.
+    top: Top,
 }
 
 impl<'m> Scorer<'m> {
     fn policy(models: Models<'m>) -> Self {
-        Self { model: models.policy, lender: models.of_policy(), reader: Reader::Policy, top: 0 }
+        Self { model: models.policy, lender: models.of_policy(), reader: Reader::Policy, top: Top::NONE }
     }
 }
 
@@ -566,8 +566,8 @@ pub(crate) fn entropies(models: Models, algorithm: &Divided, rollouts: &mut Roll
     score(policy, algorithm, rollouts, Ok(streams), seen, choose, |c, h| c.completion.entropies = h)
 }
 
-/// Scores the completions with the reference or teacher, in streams like those of the update. The completions store the numbers for all updates. Does
-/// nothing without a reference. `ready` is the result of this rank's preparation.
+/// Scores the completions with the reference or teacher, in streams like those of the update. The completions store the numbers for
+/// all updates. Does nothing without a reference. `ready` is the result of this rank's preparation.
 pub(crate) fn reference_logprobs(
     models: Models,
     algorithm: &Divided,
@@ -581,7 +581,9 @@ pub(crate) fn reference_logprobs(
         let end = leaf.end;
         leaf.step_by(micro).map(move |first| first..(first + micro).min(end))
     });
-    let (reader, top) = (Reader::Reference, algorithm.loss.teacher_tokens());
+    // They become targets of the policy. Sizes of one family may pad the head to different lengths.
+    let below = models.policy.decoder().config().vocab;
+    let (reader, top) = (Reader::Reference, Top { k: algorithm.loss.teacher_tokens(), below });
     let streams =
         batches.flat_map(|groups| streams(rollouts, groups, algorithm.stream_rows(), reader)).collect();
     let seen =
@@ -595,7 +597,7 @@ pub(crate) fn reference_logprobs(
         |numbers| (numbers.logprobs, numbers.top),
         |c, (logp, most)| {
             c.reference = Some(logp);
-            c.teacher = Some(most).filter(|_| top > 0);
+            c.teacher = Some(most).filter(|_| top.k > 0);
         },
     )
 }

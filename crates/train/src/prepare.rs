@@ -348,15 +348,6 @@ impl Run {
                 .help("take a model with the same tokens, such as another size of the same family")
                 .into());
         }
-        // The loss reads the teacher's most probable tokens in the policy's head. Sizes of one family may pad it to different lengths.
-        let sizes = [theirs, ours].map(|family| family.architecture().decoder_config().vocab);
-        if self.algorithm.loss.teacher_tokens() > 0 && sizes[0] > sizes[1] {
-            return Err(refused("the teacher's head has more tokens than the policy's, which its most probable tokens may name")
-                .got(sizes[0].to_string())
-                .expected(format!("at most {}, the size of the policy's head", sizes[1]))
-                .help("take the divergence of the sampled token alone, or a teacher with a head of this size")
-                .into());
-        }
         own.outline_to_read().map(Some)
     }
 

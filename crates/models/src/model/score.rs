@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
-use omnigrpo_ops::{Device, Memory, ParamDtype, Part, RouterLoss, Rows, Tape, Var};
+use omnigrpo_ops::{Device, Memory, ParamDtype, Part, RouterLoss, Rows, Tape, Top, Var};
 
 use super::{FeatureGradients, Features, Model};
 use crate::decoder::{DecoderInput, DeepFeatures, Scored};
@@ -155,12 +155,13 @@ impl Model {
         features: &[Vec<Features>],
         temperature: f32,
     ) -> Result<(Vec<f32>, Vec<f32>)> {
-        let StreamScores { logprobs, entropies, .. } = self.score_top(stream, features, temperature, 0)?;
+        let StreamScores { logprobs, entropies, .. } =
+            self.score_top(stream, features, temperature, Top::NONE)?;
         Ok((logprobs, entropies))
     }
 
-    /// Computes what [`Self::score`] does, and the `top` most probable tokens at each scored token; all tokens if the vocabulary has
-    /// fewer. The head works in pieces of the vocabulary, so that `[tokens, top]` is all that is kept of it.
+    /// Computes what [`Self::score`] does, and the `top` most probable tokens at each scored token; all tokens if there are fewer.
+    /// The head works in pieces of the vocabulary, so that `[tokens, k]` is all that is kept of it.
     ///
     /// # Errors
     /// Returns the errors of [`Self::score`].
@@ -169,7 +170,7 @@ impl Model {
         stream: &PackedStream,
         features: &[Vec<Features>],
         temperature: f32,
-        top: usize,
+        top: Top,
     ) -> Result<StreamScores> {
         let mut tape = Tape::off();
         let input = self.embed(stream, |g, m| features.get(g)?.get(m).map(|f| &f.rows), &mut tape)?;
@@ -184,7 +185,7 @@ impl Model {
         Ok(StreamScores {
             logprobs: stream.by_completion(&scored.logprobs),
             entropies: stream.by_completion(&scored.entropies),
-            top: TopTokens { k: top.min(self.decoder().config().vocab), tokens, logprobs: token_logprobs },
+            top: TopTokens { k: top.within(decoder.config().vocab).k, tokens, logprobs: token_logprobs },
         })
     }
 

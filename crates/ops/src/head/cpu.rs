@@ -8,7 +8,7 @@ use crate::device::Device;
 use super::*;
 
 impl HeadOps for Cpu {
-    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32, top: usize) -> Scores {
+    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32, top: Top) -> Scores {
         let (logprob::Scores { logp, entropy, lse }, top) = with_table(head, normed.cols(), |weight| {
             logprob::forward_top(normed.mat(), logprob::Head { weight, temperature }, targets.kernel(), top)
         });

@@ -12,11 +12,11 @@ use super::*;
 const TOP_LOGITS: usize = 1 << 24;
 
 impl HeadOps for Card {
-    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32, top: usize) -> Scores {
+    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32, top: Top) -> Scores {
         let (marks, weights) = (self.marks(targets), self.weights(head));
         let own = head_of(&weights, head, normed.cols(), temperature);
         let [logprobs, entropies, lse] = self.gpu.score(self.of(normed), own, &marks).map(|x| self.line(x));
-        let top = if top == 0 { Vec::new() } else { self.top(normed, head, &lse, temperature, top) };
+        let top = if top.k == 0 { Vec::new() } else { self.top(normed, head, &lse, temperature, top) };
         Scores { logprobs, entropies, lse, temperature, top }
     }
 
@@ -66,11 +66,11 @@ fn head_of<'a>(weights: &'a Weights, head: &Param, h: usize, temperature: f32) -
 }
 
 impl Card {
-    /// Returns the `k` most probable tokens of each row with their log-probabilities. The host selects them from pieces of logits.
-    fn top(&self, normed: &Rows, head: &Param, lse: &Rows, temperature: f32, k: usize) -> Vec<(u32, f32)> {
+    /// Returns the most probable tokens of each row with their log-probabilities. The host selects them from pieces of logits.
+    fn top(&self, normed: &Rows, head: &Param, lse: &Rows, temperature: f32, top: Top) -> Vec<(u32, f32)> {
         let (rows, vocab, scale) = (normed.rows(), head.len() / normed.cols().max(1), 1.0 / temperature);
         let (piece, lse) = ((TOP_LOGITS / vocab.max(1)).max(1), lse.to_vec());
-        let mut most = Vec::with_capacity(rows * k);
+        let mut most = Vec::with_capacity(rows * top.k);
         for first in (0..rows).step_by(piece) {
             let own = first..rows.min(first + piece);
             let count = own.len();
@@ -79,7 +79,7 @@ impl Card {
             let each = logits.chunks(vocab).zip(&lse[own]).collect::<Vec<_>>();
             let found = parallel::map(each, count * vocab, |(logits, lse)| {
                 let of = |(z, id)| (id, z * scale - lse);
-                largest(logits, k).into_iter().map(of).collect::<Vec<_>>()
+                largest(&logits[..top.below], top.k).into_iter().map(of).collect::<Vec<_>>()
             });
             most.extend(found.into_iter().flatten());
         }

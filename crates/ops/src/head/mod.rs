@@ -6,6 +6,7 @@ mod outline;
 #[cfg(feature = "twin")]
 mod twin;
 
+use omnigrpo_kernels::Top;
 use omnigrpo_kernels::logprob;
 use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 
@@ -16,7 +17,7 @@ use crate::rows::Rows;
 /// The output head.
 pub(crate) trait HeadOps {
     /// Returns log-probabilities of targets and the `top` most probable tokens of each row, without a matrix of logits.
-    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32, top: usize) -> Scores;
+    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32, top: Top) -> Scores;
     /// Returns the gradient of `normed`, and adds the gradient of the head to its buffer. `dentropy` has one value per row.
     fn score_back(
         &self,
@@ -87,16 +88,16 @@ pub struct Scores {
 /// Returns log-probabilities and entropies of `targets`. `normed [targets.rows.len(), h]` contains only the rows with targets.
 /// The vocabulary is processed in chunks.
 pub fn score(normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Result<Scores> {
-    score_top(normed, head, targets, temperature, 0)
+    score_top(normed, head, targets, temperature, Top::NONE)
 }
 
-/// Returns what [`score`] does, and the `top` most probable tokens of each row; all tokens if the vocabulary has fewer.
+/// Returns what [`score`] does, and the `top` most probable tokens of each row; all tokens if there are fewer.
 pub fn score_top(
     normed: &Rows,
     head: &Param,
     targets: &Targets,
     temperature: f32,
-    top: usize,
+    top: Top,
 ) -> Result<Scores> {
     check(normed, head)?;
     targets.check()?;
@@ -109,7 +110,7 @@ pub fn score_top(
         );
         return Err(Error::shape("score", what));
     }
-    Ok(normed.device().backend().score(normed, head, targets, temperature, top.min(vocab)))
+    Ok(normed.device().backend().score(normed, head, targets, temperature, top.within(vocab)))
 }
 
 /// Returns the gradient of [`score`] with respect to `normed`, given dL/dlogp per target and dL/dentropy per row. Adds the

@@ -8,7 +8,7 @@ use crate::work::{Call, Form, note};
 use super::*;
 
 impl HeadOps for Outline {
-    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32, top: usize) -> Scores {
+    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32, top: Top) -> Scores {
         note_score(normed, head, None);
         drop(pieces(normed, head, false));
         let row = |cols| in_f32(1, cols);
@@ -18,7 +18,7 @@ impl HeadOps for Outline {
             entropies: row(rows),
             lse: row(rows),
             temperature,
-            top: vec![(0, 0.0); rows * top],
+            top: vec![(0, 0.0); rows * top.k],
         }
     }
 

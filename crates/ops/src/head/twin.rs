@@ -8,7 +8,7 @@ use crate::twin::{Twin, accumulate, values};
 use super::*;
 
 impl HeadOps for Twin {
-    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32, top: usize) -> Scores {
+    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32, top: Top) -> Scores {
         let (weight, t) = (values(head), f64::from(temperature));
         let head = Mat::new(&weight, head.len() / normed.cols().max(1), normed.cols());
         let scores = twin::logprob_forward(normed.mat64(), head, targets.kernel(), t);

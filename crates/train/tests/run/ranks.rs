@@ -4,8 +4,8 @@ use std::sync::Condvar;
 use std::thread;
 use std::time::Duration;
 
-use omnigrpo_grpo::{AdvantageKind, RECIPES};
-use omnigrpo_models::{Checkpoint, LoadOptions, LoraConfig, RouterPlan};
+use omnigrpo_grpo::{AdvantageKind, Divergence, RECIPES};
+use omnigrpo_models::{Checkpoint, ContextTemplate, LoadOptions, LoraConfig, PrivilegedContext, RouterPlan};
 use omnigrpo_observe::RunLock;
 use omnigrpo_ops::Device;
 use omnigrpo_ranks::{Engine, Ranks, Threads};
@@ -144,7 +144,16 @@ fn every_setting_gives_the_bits_of_one_process() {
         setup.dataset = Arc::new(omnigrpo_data::RowReader::new("sums").dataset(rows).unwrap());
         setup.rows = (0..6).collect();
     }
-    let more: [Setting; 12] = [
+    fn teaches_itself(setup: &mut TrainSetup) {
+        setup.prompts = Arc::new(teachers::telling(Some(PrivilegedContext {
+            column: "solution".to_owned(),
+            template: ContextTemplate::default(),
+        })));
+        let loss = &mut setup.algorithm.loss;
+        (loss.beta, loss.distillation) = (0.0, 0.5);
+        loss.divergence = Divergence::Jsd { top_k: 4, beta: 0.5 };
+    }
+    let more: [Setting; 14] = [
         ("plain", |_| {}),
         ("deviation of the batch", |s| s.algorithm.advantage = AdvantageKind::Batch),
         ("rewards normalised first", |s| s.algorithm.normalize_then_sum = true),
@@ -156,6 +165,11 @@ fn every_setting_gives_the_bits_of_one_process() {
         ("states in place of keys", |s| run_model(s, "qwen3_5")),
         ("states in place of keys, weights in parts", |s| {
             run_model(s, "qwen3_5");
+            cut_weights(s);
+        }),
+        ("its own teacher", teaches_itself),
+        ("its own teacher, weights in parts", |s| {
+            teaches_itself(s);
             cut_weights(s);
         }),
         ("text alone", reads_text_only),

@@ -23,7 +23,7 @@ fn context() -> PrivilegedContext {
     }
 }
 
-fn telling(context: Option<PrivilegedContext>) -> PromptBuilder {
+pub(super) fn telling(context: Option<PrivilegedContext>) -> PromptBuilder {
     let settings =
         PromptSettings { max_completion_length: 8, privileged_context: context, ..PromptSettings::default() };
     PromptBuilder::open(&omnigrpo_models::Checkpoint::open(&checkpoint(NAME)).unwrap(), settings).unwrap()
@@ -139,6 +139,60 @@ fn every_divergence_from_a_teacher_falls() {
         assert!(mean(&falls[9..]) < 0.9 * mean(&falls[..3]) && falls[0] > 0.0, "{name}: {falls:?}");
         assert!((loss[0] - falls[0]).abs() < 0.2 * falls[0], "{name}: {loss:?}, {falls:?}");
     }
+}
+
+/// Sizes of one family pad the head to different lengths. The tokens of a longer one that the policy lacks do not count.
+#[test]
+fn a_teacher_may_have_a_longer_head() {
+    let (place, folder) = (Place::new(), TempDir::new().unwrap());
+    hinted(&place);
+    omnigrpo_testkit::copy_dir(&checkpoint(NAME), folder.path());
+    lengthen_head(folder.path(), 16);
+    let teacher = omnigrpo_testkit::load(folder.path(), WeightDtype::Auto).unwrap();
+    let vocab = |model: &Model| model.decoder().config().vocab;
+    for (name, top_k) in [("few", 5), ("all", 1 << 20)] {
+        let mut setup = place.setup(name);
+        taught(&mut setup, Divergence::ForwardKl { top_k });
+        (setup.run.prompts_per_step, setup.run.max_steps) = (6, Some(1));
+        assert_eq!(vocab(&teacher), vocab(&setup.model) + 16);
+        setup.reference_model = Some(omnigrpo_testkit::load(folder.path(), WeightDtype::Auto).unwrap());
+        run(setup).unwrap();
+        assert!(metric(&place.out(name), "teacher_divergence")[0] > 0.0, "{name}");
+    }
+}
+
+/// Adds rows to the tables of tokens in a checkpoint. They are the first ones, three times as large, and so often the most probable.
+fn lengthen_head(dir: &Path, more: usize) {
+    let path = dir.join("model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let vocab = json_of(dir, "config.json").pointer_mut("/vocab_size").unwrap().as_u64().unwrap() as usize;
+    let tensors = file.iter().map(|(name, view)| {
+        let (mut shape, mut data) = (view.shape().to_vec(), view.data().to_vec());
+        if shape[0] == vocab && name.ends_with(".weight") && shape.len() == 2 {
+            assert_eq!(view.dtype(), safetensors::Dtype::F32);
+            let each = 4 * shape[1];
+            let added = data[..more * each].as_chunks::<4>().0.iter();
+            let added: Vec<u8> = added.flat_map(|x| (3.0 * f32::from_le_bytes(*x)).to_le_bytes()).collect();
+            data.extend(added);
+            shape[0] += more;
+        }
+        (name.to_owned(), view.dtype(), shape, data)
+    });
+    let tensors: Vec<_> = tensors.collect();
+    let views = tensors.iter().map(|(name, dtype, shape, data)| {
+        (name, safetensors::tensor::TensorView::new(*dtype, shape.clone(), data).unwrap())
+    });
+    let out = safetensors::serialize(views, None).unwrap();
+    drop(bytes);
+    std::fs::write(&path, out).unwrap();
+    let mut config = json_of(dir, "config.json");
+    config["vocab_size"] = json!(vocab + more);
+    std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
+}
+
+fn json_of(dir: &Path, name: &str) -> Value {
+    serde_json::from_slice(&std::fs::read(dir.join(name)).unwrap()).unwrap()
 }
 
 /// A run resumes to the bit in the middle of a rollout whose teacher had the weights that sampled, or followed them.
