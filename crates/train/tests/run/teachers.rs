@@ -24,8 +24,16 @@ fn context() -> PrivilegedContext {
 }
 
 pub(super) fn telling(context: Option<PrivilegedContext>) -> PromptBuilder {
-    let settings =
-        PromptSettings { max_completion_length: 8, privileged_context: context, ..PromptSettings::default() };
+    limited(context, None)
+}
+
+fn limited(context: Option<PrivilegedContext>, max_prompt_length: Option<usize>) -> PromptBuilder {
+    let settings = PromptSettings {
+        max_completion_length: 8,
+        max_prompt_length,
+        privileged_context: context,
+        ..PromptSettings::default()
+    };
     PromptBuilder::open(&omnigrpo_models::Checkpoint::open(&checkpoint(NAME)).unwrap(), settings).unwrap()
 }
 
@@ -75,6 +83,12 @@ fn both_prompts_have_a_common_beginning() {
                 .is_none()
         );
     }
+    // The error about a prompt that is too long says whose it is.
+    let sample = setup.dataset.get(5).unwrap();
+    let tokens = plain.build(&sample).unwrap().ids.len();
+    let error = PreparedRow::new(&limited(Some(context()), Some(tokens)), sample, 0).unwrap_err().to_string();
+    assert!(error.contains(&format!("expected at most {tokens} (")), "{error}");
+    assert!(error.contains("for the teacher's prompt with the column `hint`"), "{error}");
     // A row without the column, and one with an empty text, cannot be used.
     let mut sample = setup.dataset.get(5).unwrap();
     let refused = |sample| PreparedRow::new(&prompts, sample, 0).unwrap_err().to_string();
