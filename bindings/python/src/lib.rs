@@ -16,7 +16,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use omnigrpo::cli::embed::{self, Caller, Loaded};
+use omnigrpo::session::{self, Caller, Loaded};
 use omnigrpo::settings::{Problem, Resolved, Verb};
 use omnigrpo::{
     Activity, Cause, Completion, Console, Evaluation, Logged, Observer, Peer, Reward, RewardError,
@@ -134,13 +134,13 @@ fn verb(name: &str) -> PyResult<Verb> {
 /// Resolves settings of which some may be missing.
 fn checked(py: Python<'_>, verb: Verb, settings: &str) -> PyResult<Resolved> {
     let settings = parsed(settings)?;
-    free(py, || embed::checked(verb, settings))
+    free(py, || session::checked(verb, settings))
 }
 
 /// Resolves settings of which none is missing.
 fn resolved(py: Python<'_>, verb: Verb, settings: &str) -> PyResult<Resolved> {
     let settings = parsed(settings)?;
-    free(py, || embed::given(verb, settings))
+    free(py, || session::given(verb, settings))
 }
 
 /// A call of Python: its kind, a name, and JSON. With `reply`, its answer.
@@ -471,14 +471,14 @@ fn main(py: Python<'_>, arguments: Vec<OsString>, again: Vec<OsString>) -> PyRes
 #[pyfunction]
 fn connect(py: Python<'_>, command: &str, settings: &str, again: Vec<OsString>) -> PyResult<usize> {
     let resolved = resolved(py, verb(command)?, settings)?;
-    free(py, || embed::connect(&resolved, &again))?.map_err(PySystemExit::new_err)
+    free(py, || session::connect(&resolved, &again))?.map_err(PySystemExit::new_err)
 }
 
 /// Leaves the other ranks.
 #[pyfunction]
 fn leave(py: Python<'_>) -> PyResult<()> {
     free(py, || {
-        embed::leave();
+        session::leave();
         Ok(())
     })
 }
@@ -510,7 +510,7 @@ fn keep(py: Python<'_>, folder: PathBuf, content: &[u8]) -> PyResult<String> {
 #[pyfunction]
 fn read(py: Python<'_>, command: &str, settings: &str) -> PyResult<()> {
     let (verb, settings) = (verb(command)?, parsed(settings)?);
-    free(py, || embed::read(verb, settings).map(drop))
+    free(py, || session::read(verb, settings).map(drop))
 }
 
 /// Checks settings of a command as far as that works without rows and files, and returns notes about them.
@@ -535,7 +535,7 @@ fn train(
     let system = resolved.settings.prompts.render.system.clone();
     let (done, model) = attended(py, call, system, move |mut caller| {
         (caller.functions.digests, caller.functions.repeat_complete) = (digests, repeat);
-        embed::train(resolved, caller)
+        session::train(resolved, caller)
     })?;
     let of = |evaluation: Option<&Evaluation>| evaluation.map(numbers);
     let summary = json!({
@@ -550,7 +550,7 @@ fn train(
 fn evaluate(py: Python<'_>, settings: &str, call: &Bound<'_, PyAny>) -> PyResult<String> {
     let resolved = resolved(py, Verb::Eval, settings)?;
     let system = resolved.settings.prompts.render.system.clone();
-    let done = attended(py, call, system, move |caller| embed::evaluate(resolved, caller))?;
+    let done = attended(py, call, system, move |caller| session::evaluate(resolved, caller))?;
     Ok(json!({ "metrics": numbers(&done), "rows": done.rows, "skipped": done.skipped.len() }).to_string())
 }
 
@@ -558,7 +558,7 @@ fn evaluate(py: Python<'_>, settings: &str, call: &Bound<'_, PyAny>) -> PyResult
 #[pyfunction]
 fn plan(py: Python<'_>, command: &str, settings: &str, call: &Bound<'_, PyAny>) -> PyResult<String> {
     let resolved = resolved(py, verb(command)?, settings)?;
-    Ok(attended(py, call, None, move |caller| embed::plan(resolved, caller))?.to_string())
+    Ok(attended(py, call, None, move |caller| session::plan(resolved, caller))?.to_string())
 }
 
 /// Writes the embedded demo: a small checkpoint, and questions about generated pictures.

@@ -40,6 +40,11 @@
 //! [`Front::on_progress`] reports progress inside a step. A plan is data, and a front is [`Send`], so a service can train on a thread
 //! of its own.
 //!
+//! # The settings of the program
+//!
+//! [`session`] runs what the program runs: it takes its settings by name, with rewards and an environment of your own as functions, and
+//! returns the trained model, an evaluation, a plan or completions. The Python package is built on it.
+//!
 //! # A loss of your own
 //!
 //! The loss is a function of log-probabilities, so it needs no tensors: write the term of one token as a function of its
@@ -71,7 +76,7 @@
 //! Errors name the failure, the value found and the value expected. Every crate below has its own error types: for rows,
 //! [`DataError`] is about a dataset and [`RowError`] about one row, which a run may skip. A message does not repeat its
 //! [source](std::error::Error::source), so print the chain (as `{:#}` of `anyhow` does). [`train()`] and [`evaluate`] return
-//! [`TrainError`]. Nothing here prints, reads environment variables or ends the process.
+//! [`TrainError`]. Nothing here prints or ends the process, and only [`session`] reads environment variables.
 //!
 //! # Features
 //!
@@ -110,6 +115,7 @@ pub use omnigrpo_rollout::{
     Generated, Generator, Interaction, ModelTurn, Request, RolloutError, SamplingParams, TokenEvent,
     TurnLimits, answer_calls, append,
 };
+pub use omnigrpo_session as session;
 pub use omnigrpo_settings as settings;
 pub use omnigrpo_text::{RenderOptions, Tokenizer};
 pub use omnigrpo_train::{

@@ -10,7 +10,8 @@ use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_observe::{Console, Metric, RunLock, StepProgress, Trackers};
 use omnigrpo_rewards::{Corpus, RewardSet};
 use omnigrpo_rollout::Interaction;
-use omnigrpo_settings::binding::{binding, earlier, free, shaping, verb_of};
+use omnigrpo_session::build;
+use omnigrpo_settings::binding::verb_of;
 use omnigrpo_settings::{Settings, Values};
 use omnigrpo_train::{
     AdamWConfig, Algorithm, EvalOptions, EvalPlan, Evaluation, Observer, Output, Policy, Result, Rollouts,
@@ -260,20 +261,17 @@ pub fn train(inputs: Inputs, plan: TrainPlan, front: Front) -> Result<Trained> {
     let Front { console, stop, signals, mut hooks } = front;
     let (prompts, dataset) = (Arc::new(prompts), Arc::new(rows));
     let lock = RunLock::acquire(&plan.output_dir, &format!("process {}", std::process::id()))?;
-    let mut run = plan.run;
-    let (names, verb) = (rewards.names().into_iter().map(str::to_owned).collect(), verb_of(run.objective));
+    let (names, verb) =
+        (rewards.names().into_iter().map(str::to_owned).collect(), verb_of(plan.run.objective));
     let settings = Settings::of_plans(
         &plan.algorithm,
         &plan.optimizer,
         &plan.selection,
-        &run,
+        &plan.run,
         prompts.settings(),
         (names, rewards.weights()),
     );
     let values = Values::of(&settings);
-    run.resume.fingerprint.extend(binding(&values, &settings, verb, 1));
-    (run.resume.before, run.resume.free) = (earlier(verb), free(verb));
-    run.card.settings = shaping(&values, &settings, verb);
     let eval = held_out.map(|rows| EvalPlan {
         options: plan.eval,
         interaction: interaction.clone(),
@@ -281,23 +279,27 @@ pub fn train(inputs: Inputs, plan: TrainPlan, front: Front) -> Result<Trained> {
     });
     let device = reference.as_ref().map_or(model.device(), Model::device);
     let model = Policy::Loaded(Box::new(model));
-    let run = Run {
+    let inputs = Run {
         reference_device: device,
         reference_model: reference.map(|own| Policy::Loaded(Box::new(own))),
         eval,
         interaction,
         corpus,
-        reward_files: plan.reward_files,
-        algorithm: plan.algorithm.into(),
-        optimizer: plan.optimizer,
-        selection: plan.selection,
-        plan: run,
-        check_rows: plan.check_rows,
-        cache_dir: Some(lock.root().join(".cache")),
-        media_bytes: plan.media_bytes,
-        output_dir: Some(lock.root().to_owned()),
         ..Run::new(model, prompts, dataset, rewards)
     };
+    let plan = build::Plan {
+        algorithm: plan.algorithm.into(),
+        leaves: 1,
+        optimizer: plan.optimizer,
+        selection: plan.selection,
+        run: plan.run,
+        check_rows: plan.check_rows,
+        reward_files: plan.reward_files,
+        media_bytes: plan.media_bytes,
+        settings: (&values, &settings, verb),
+        code: serde_json::Map::new(),
+    };
+    let run = build::run(inputs, plan, Some(lock.root()));
     let mut progress = std::mem::take(&mut hooks.progress);
     if !progress.is_empty() {
         let tell = move |now: &StepProgress| progress.iter_mut().for_each(|hook| hook(now));

@@ -3,7 +3,7 @@
 
 mod support;
 
-use omnigrpo::cli::embed::{Loaded, checked};
+use omnigrpo::session::{Loaded, checked};
 use omnigrpo::settings::Verb;
 use serde_json::{Value, json};
 use support::{Place, numbers};

@@ -87,24 +87,6 @@ mod glibc {
     }
 }
 
-/// Returns freed memory to the system when it is dropped. As the last field of a struct, it is dropped after the others.
-pub(crate) struct Trim;
-
-impl Drop for Trim {
-    fn drop(&mut self) {
-        trim();
-    }
-}
-
-/// Returns freed memory to the system.
-pub(crate) fn trim() {
-    // SAFETY: the call has no preconditions.
-    #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    unsafe {
-        libc::malloc_trim(0);
-    }
-}
-
 /// Configures the heap. Must be called before any thread is started.
 pub(crate) fn keep() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]

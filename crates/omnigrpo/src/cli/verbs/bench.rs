@@ -30,10 +30,11 @@ use omnigrpo_train::{
 };
 use serde_json::json;
 
-use super::profile::table;
-use super::{Context, print, setup};
+use super::print;
 use crate::settings::Settings;
 use crate::settings::problem::Problem;
+use omnigrpo_session::profile::table;
+use omnigrpo_session::{Session, setup};
 
 /// Configuration of a Qwen2.5-VL with 28 million parameters, for a bench without `--model_name_or_path`.
 const CONFIG: &[u8] = include_bytes!("../../../assets/bench/config.json");
@@ -44,7 +45,7 @@ const PREPROCESSOR: &[u8] = include_bytes!("../../../assets/bench/preprocessor_c
 const POLICY: &str = "policy, forward and backward";
 
 /// Measures the steps and prints the results.
-pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
+pub fn bench(settings: &Settings, session: &Session) -> Result<()> {
     let scratch = tempfile::tempdir().context("a temporary directory could not be made")?;
     let dir = scratch.path();
     checkpoint(settings, dir)?;
@@ -65,7 +66,7 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
         num_generations: settings.algorithm.num_generations,
         completion_tokens: settings.bench.completion_tokens,
     };
-    let measured = Measured::of(settings, context, &model, &prompts, &rows, shape)?;
+    let measured = Measured::of(settings, session, &model, &prompts, &rows, shape)?;
     let results = Results::of(&measured, &model, shape);
     if let Some(path) = &settings.io.json {
         let text = serde_json::to_string_pretty(&results.json(settings, &measured))?;
@@ -90,7 +91,7 @@ struct Measured {
 impl Measured {
     fn of(
         settings: &Settings,
-        context: &Context,
+        session: &Session,
         model: &Model,
         prompts: &PromptBuilder,
         rows: &[PreparedRow],
@@ -114,7 +115,7 @@ impl Measured {
         };
         let stream_rows =
             rows.len() * (shape.prompt_tokens + shape.num_generations * (shape.completion_tokens - 1));
-        context.console.line("measuring this machine");
+        session.console.line("measuring this machine");
         // The speed of a shared machine varies, so its rates are measured several times.
         let mut memory_rates = vec![memory_rate()];
         let mut gemm_rates = Vec::new();
@@ -132,7 +133,7 @@ impl Measured {
             update((model, reference.as_ref()), &mut optimizer, at, &algorithm, &mut rollouts, &mut timer)?;
             if index > 0 {
                 steps.push((started.elapsed().as_secs_f64(), profile::take()));
-                context.console.line(&format!("step {index}: {:.3} s", steps[index - 1].0));
+                session.console.line(&format!("step {index}: {:.3} s", steps[index - 1].0));
             }
         }
         profile::enable(false);

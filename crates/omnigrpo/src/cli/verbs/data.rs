@@ -8,15 +8,16 @@ use omnigrpo_models::PromptBuilder;
 use omnigrpo_train::checks::{self, LONGEST};
 use omnigrpo_train::{Longest, Objective, RowCheck, Survey, room};
 
-use super::{Context, plan, print, setup};
+use super::print;
 use crate::settings::{Problem, Resolved, Settings};
+use omnigrpo_session::{Session, plan, setup};
 
 /// Names of the kinds of rows in messages.
 const TRAINING: &str = "rows";
 const EVALUATION: &str = "evaluation rows";
 
 /// Reads every row and medium header. Fails if any row cannot be used.
-pub fn check(resolved: &Resolved, context: &Context) -> Result<()> {
+pub fn check(resolved: &Resolved, session: &Session) -> Result<()> {
     let settings = &resolved.settings;
     let held_out = setup::eval_data(settings)?.map(|rows| (EVALUATION, rows));
     let trained = match setup::train_data(settings) {
@@ -25,7 +26,7 @@ pub fn check(resolved: &Resolved, context: &Context) -> Result<()> {
         Err(error) => return Err(error),
     };
     let prompts = match &settings.model.name {
-        Some(_) => Some(context.prompts(settings, context.checkpoint()?, false)?),
+        Some(_) => Some(session.prompts(settings, session.checkpoint()?, false)?),
         None => None,
     };
     let cache = settings.env.check_cache();
@@ -40,13 +41,13 @@ pub fn check(resolved: &Resolved, context: &Context) -> Result<()> {
             survey: survey.as_ref(),
             num_longest: LONGEST,
             cache_dir: Some(&cache),
-            console: &context.console,
+            console: &session.console,
         };
         let report = check.run(&dataset)?;
         let media = &settings.prompts.media;
         let mut out = checks::describe(which, &report, &dataset, media.orientation, prompts.is_some());
         if let Some(prompts) = &prompts {
-            out.push_str(&media_cost(resolved, context, prompts, &dataset, &report)?);
+            out.push_str(&media_cost(resolved, session, prompts, &dataset, &report)?);
         }
         if let Some(survey) = &survey {
             // Rows for supervised training may lack a ground truth.
@@ -87,7 +88,7 @@ pub fn check(resolved: &Resolved, context: &Context) -> Result<()> {
 /// Returns lines about the longest prompt if media take up most of it: their cost, and the settings that change it.
 fn media_cost(
     resolved: &Resolved,
-    context: &Context,
+    session: &Session,
     prompts: &PromptBuilder,
     dataset: &Dataset,
     report: &Report,
@@ -106,10 +107,10 @@ fn media_cost(
         row.num_tokens,
         room::size(longest.media_bytes())
     );
-    let checkpoint = context.checkpoint()?;
+    let checkpoint = session.checkpoint()?;
     for flags in plan::media_flags(&resolved.settings, &longest) {
         let Some(settings) = plan::changed(resolved, &flags) else { continue };
-        let Ok(prompts) = context.prompts(&settings, checkpoint, false) else { continue };
+        let Ok(prompts) = session.prompts(&settings, checkpoint, false) else { continue };
         let Some(smaller) = longest.with(&prompts, Objective::Reinforce) else { continue };
         let tokens = smaller.prompt_tokens();
         if tokens < longest.prompt_tokens() {
@@ -125,8 +126,8 @@ fn media_cost(
 }
 
 /// Prints the prompt of a row in the form that the model receives.
-pub fn show(settings: &Settings, context: &Context) -> Result<()> {
-    let prompts = context.prompts(settings, context.checkpoint()?, false)?;
+pub fn show(settings: &Settings, session: &Session) -> Result<()> {
+    let prompts = session.prompts(settings, session.checkpoint()?, false)?;
     let dataset = match setup::train_data(settings) {
         Ok(dataset) => dataset,
         Err(error) => setup::eval_data(settings)?.ok_or(error)?,
@@ -166,7 +167,7 @@ pub fn show(settings: &Settings, context: &Context) -> Result<()> {
 }
 
 /// Converts a published dataset to rows.
-pub fn convert(settings: &Settings, context: &Context) -> Result<()> {
+pub fn convert(settings: &Settings, session: &Session) -> Result<()> {
     let (Some(format), Some(input), Some(output)) =
         (&settings.io.dataset_format, &settings.io.input, &settings.io.output)
     else {
@@ -174,11 +175,11 @@ pub fn convert(settings: &Settings, context: &Context) -> Result<()> {
             .expected("`data convert FORMAT --input FILE --output FILE`")
             .into());
     };
-    super::infer::keep_inputs(output, [input.as_path()])?;
+    omnigrpo_session::files::keep_inputs(output, [input.as_path()])?;
     match format.as_str() {
         "vivqa-x" => {
             let done = omnigrpo_data::convert_vivqa_x(input, output)?;
-            context.console.line(&format!(
+            session.console.line(&format!(
                 "{} rows written to {}, {} items dropped",
                 done.num_written,
                 output.display(),
@@ -186,7 +187,7 @@ pub fn convert(settings: &Settings, context: &Context) -> Result<()> {
             ));
             Ok(())
         }
-        "parquet" => parquet(input, output, context),
+        "parquet" => parquet(input, output, session),
         other => Err(Problem::usage("unknown format")
             .got(format!("`{other}`"))
             .expected("vivqa-x, parquet")
@@ -195,14 +196,14 @@ pub fn convert(settings: &Settings, context: &Context) -> Result<()> {
 }
 
 #[cfg(feature = "parquet")]
-fn parquet(input: &Path, output: &Path, context: &Context) -> Result<()> {
+fn parquet(input: &Path, output: &Path, session: &Session) -> Result<()> {
     let rows = omnigrpo_data::convert_parquet(input, output)?;
-    context.console.line(&format!("{rows} rows written to {}", output.display()));
+    session.console.line(&format!("{rows} rows written to {}", output.display()));
     Ok(())
 }
 
 #[cfg(not(feature = "parquet"))]
-fn parquet(input: &Path, _: &Path, _: &Context) -> Result<()> {
+fn parquet(input: &Path, _: &Path, _: &Session) -> Result<()> {
     Err(Problem::usage("this program was built without the parquet reader")
         .got(input.display().to_string())
         .help("build it with its default features, or with `--features parquet`")

@@ -10,12 +10,13 @@ use omnigrpo_demo::{Sizes, generate, write_model};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{EvalOptions, EvalPlan, Evaluation, MAX_LIVE, Objective, evaluate};
 
-use super::{Context, print, setup, train};
+use super::{print, train};
 use crate::settings::explain::plain;
 use crate::settings::flags::{Verb, find};
 use crate::settings::problem::Problem;
 use crate::settings::values::{Given, Origin, Raw, Resolved};
 use crate::settings::{Layer, config, resolve};
+use omnigrpo_session::{Session, setup};
 
 /// Settings of the run, as a file for `train --config`.
 const RECIPE: &str = include_str!("../../../assets/demo.yaml");
@@ -23,14 +24,14 @@ const RECIPE: &str = include_str!("../../../assets/demo.yaml");
 const DATA_SEED: u64 = 1;
 
 /// Trains the embedded model and prints its accuracy before and after.
-pub fn demo(resolved: &Resolved, context: &Context) -> Result<()> {
+pub fn demo(resolved: &Resolved, session: &Session) -> Result<()> {
     let settings = &resolved.settings;
     let Some(output_dir) = settings.io.output_dir.clone() else {
         return Err(Problem::usage("no run directory is given").expected("`--output_dir DIR`").into());
     };
-    let lock = train::take(&output_dir)?;
+    let lock = omnigrpo_session::train::take(&output_dir)?;
     let [data, start] = places(&output_dir);
-    context.console.line(&format!(
+    session.console.line(&format!(
         "writing the task to {} and the model to {}",
         data.display(),
         start.display()
@@ -38,10 +39,12 @@ pub fn demo(resolved: &Resolved, context: &Context) -> Result<()> {
     generate(&data, DATA_SEED, Sizes { sft: 0, ..Sizes::default() })?;
     write_model(&start)?;
     let run = run_settings(resolved)?;
-    let context_of_run = context.with(&run.settings);
-    let summary = train::run(&run, &context_of_run, Objective::Reinforce, lock, Box::new(()))?.summary;
+    let session_of_run = session.with(&run.settings);
+    let summary =
+        omnigrpo_session::train::run(&run, &session_of_run, Objective::Reinforce, lock, Box::new(()))?
+            .summary;
     train::finish(&summary, &run, true)?;
-    let permuted = permuted(&run, context, &data)?;
+    let permuted = permuted(&run, session, &data)?;
     print(&verdict(summary.before.as_ref(), summary.after.as_ref(), &permuted))
 }
 
@@ -95,17 +98,17 @@ pub fn run_settings(resolved: &Resolved) -> Result<Resolved, Problem> {
 }
 
 /// Evaluates the trained model with the medium of each question replaced by that of another question of the same type.
-fn permuted(run: &Resolved, context: &Context, data: &std::path::Path) -> Result<Evaluation> {
+fn permuted(run: &Resolved, session: &Session, data: &std::path::Path) -> Result<Evaluation> {
     let settings = &run.settings;
     let mut trained = settings.clone();
     trained.model.name = settings.io.output_dir.as_ref().map(|d| d.display().to_string());
     let checkpoint = setup::checkpoint(&trained)?;
-    let model = setup::model(&trained, &checkpoint, context.device()?)?;
-    let prompts = context.prompts(&trained, &checkpoint, false)?;
+    let model = setup::model(&trained, &checkpoint, session.device()?)?;
+    let prompts = session.prompts(&trained, &checkpoint, false)?;
     let specs = DatasetSpec::from_files(&[data.join("eval_permuted.jsonl")], &Roots::default())?;
     let dataset = Arc::new(Dataset::open(&specs, &setup::read_options(&trained))?);
     let corpus = setup::corpus(&trained, &dataset, 0..dataset.len());
-    let rewards = context.rewards(&trained, corpus.as_ref(), Some(&prompts))?;
+    let rewards = session.rewards(&trained, corpus.as_ref(), Some(&prompts))?;
     let plan = EvalPlan {
         interaction: None,
         prompts: Arc::new(prompts),
@@ -120,7 +123,7 @@ fn permuted(run: &Resolved, context: &Context, data: &std::path::Path) -> Result
             ..EvalOptions::default()
         },
     };
-    let mut progress = context.console.progress("evaluating with exchanged media", plan.rows.len() as u64);
+    let mut progress = session.console.progress("evaluating with exchanged media", plan.rows.len() as u64);
     Ok(evaluate(&model, &rewards, &plan, &mut |done| progress.advance(done))?)
 }
 

@@ -16,16 +16,17 @@ use omnigrpo_train::{
     AdamWConfig, Algorithm, Divided, MemoryOf, MemoryPlan, ReferenceKept, STREAM_ROWS, Selection, Work, room,
 };
 
-use super::{Context, print, rates, setup};
+use super::{print, rates};
 use crate::settings::Settings;
 use crate::settings::problem::Problem;
+use omnigrpo_session::{Session, setup};
 
 /// Time for the check of a GPU.
 const CHECKUP: Duration = Duration::from_secs(10);
 
 /// Prints one line per check. Fails if the checkpoint cannot be used.
 // The order of the lines is the order of the checks.
-pub fn doctor(settings: &Settings, context: &Context) -> Result<()> {
+pub fn doctor(settings: &Settings, session: &Session) -> Result<()> {
     let mut out = format!("omnigrpo {}\n", omnigrpo_observe::version());
     let mut line = |name: &str, value: String| out.push_str(&format!("{name:<18} {value}\n"));
     line("threads", rayon::current_num_threads().to_string());
@@ -65,8 +66,8 @@ pub fn doctor(settings: &Settings, context: &Context) -> Result<()> {
                 line(name, "PROBLEM, see below".into());
             }
         };
-        check("tokenizer", tokenizer(&dir, context.checkpoint().ok()));
-        match context.checkpoint() {
+        check("tokenizer", tokenizer(&dir, session.checkpoint().ok()));
+        match session.checkpoint() {
             Ok(opened) => {
                 check("family", Ok(family(opened)));
                 check("weights", weights(opened, settings));

@@ -4,22 +4,22 @@ use std::path::Path;
 
 use anyhow::{Context as _, Result};
 
-use super::{Context, setup};
 use crate::settings::Settings;
 use crate::settings::names::ExportFormat;
 use crate::settings::problem::Problem;
+use omnigrpo_session::{Session, setup};
 
 /// Name of the GGUF file in the output directory.
 const GGUF: &str = "model.gguf";
 
 /// Writes the checkpoint to `--output_dir`, with its adapter merged, in the given layout or format. The directory appears only when
 /// it is complete.
-pub fn export(settings: &Settings, context: &Context) -> Result<()> {
+pub fn export(settings: &Settings, session: &Session) -> Result<()> {
     let Some(target) = &settings.io.output_dir else {
         return Err(Problem::usage("no output directory is given").expected("`--output_dir DIR`").into());
     };
     check_empty(target)?;
-    let mut model = setup::model_to_change(settings, context.checkpoint()?)?;
+    let mut model = setup::model_to_change(settings, session.checkpoint()?)?;
     let layers = model.adapted().count();
     model.merge_adapters()?;
     let layout = settings.model.layout.as_deref();
@@ -41,12 +41,12 @@ pub fn export(settings: &Settings, context: &Context) -> Result<()> {
             format!("wrote {} in layout {layout}", target.display())
         }
     };
-    context.console.line(&format!("{wrote}, adapters of {layers} layers merged"));
+    session.console.line(&format!("{wrote}, adapters of {layers} layers merged"));
     Ok(())
 }
 
 /// Writes a checkpoint directory from a GGUF file. The directory appears only when it is complete.
-pub fn convert(settings: &Settings, context: &Context) -> Result<()> {
+pub fn convert(settings: &Settings, session: &Session) -> Result<()> {
     let (Some(file), Some(target)) = (&settings.io.gguf_file, &settings.io.directory) else {
         return Err(Problem::usage("nothing to convert").expected("`convert FILE.gguf DIR`").into());
     };
@@ -54,10 +54,10 @@ pub fn convert(settings: &Settings, context: &Context) -> Result<()> {
     let written =
         whole(target, |temporary| Ok(omnigrpo_models::convert_gguf(file, temporary, settings.model.dtype)?))?;
     for note in &written.notes {
-        context.console.line(note);
+        session.console.line(note);
     }
     let (place, weights, family) = (target.display(), written.num_weights, written.family);
-    context.console.line(&format!("wrote {place}, {weights} weights of {family}"));
+    session.console.line(&format!("wrote {place}, {weights} weights of {family}"));
     Ok(())
 }
 

@@ -2,47 +2,26 @@
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{ColumnNames, Dataset, ReadOptions, RowReader, Sample};
-use omnigrpo_guard::inside::is_same_file;
-use omnigrpo_models::{Checkpoint, ModelError, PromptBuilder};
-use omnigrpo_observe::Partial;
+use omnigrpo_models::{ModelError, PromptBuilder};
 use omnigrpo_rollout::{Completion, GenerateOptions, Generator, TokenEvent};
 use omnigrpo_text::StreamDecoder;
 use omnigrpo_train::{
-    EvalOptions, EvalPlan, Evaluation, Keep, PreparedRow, Recorded, TrainError, Unusable, encode,
-    environment_turns, evaluate_rest, requests, room,
+    Keep, PreparedRow, Recorded, TrainError, Unusable, encode, environment_turns, requests,
 };
 use serde_json::{Value, json};
 
-use super::{Context, print, print_data, profile, resume, setup};
+use super::{print, print_data};
 use crate::settings::Settings;
 use crate::settings::problem::Problem;
 use crate::settings::values::{Origin, Resolved, Value as Setting};
-
-/// Writes lines of JSON. The file appears only when it is complete.
-pub fn write_lines<T: std::fmt::Display>(path: &Path, lines: impl IntoIterator<Item = T>) -> Result<()> {
-    let mut lines = lines.into_iter();
-    Ok(omnigrpo_observe::write_atomic(path, |out| {
-        for line in lines.by_ref() {
-            writeln!(out, "{line}")?;
-        }
-        Ok(())
-    })?)
-}
-
-/// Returns an error if any row failed. The output contains the reasons.
-pub fn all_rows(failed: u64, rows: u64) -> Result<()> {
-    if failed == 0 {
-        return Ok(());
-    }
-    Err(Problem::failure(format!("{failed} of {rows} rows failed"))
-        .help("each failed row has an `error` in the output; the other rows are complete")
-        .into())
-}
+use omnigrpo_session::evaluate::{evaluation, keep_media, sampled};
+use omnigrpo_session::files::{all_rows, can_write, keep_inputs, write_lines};
+use omnigrpo_session::{Session, profile, resume, setup};
 
 fn input(settings: &Settings) -> Result<Arc<Dataset>> {
     let Some(input) = &settings.io.input else {
@@ -61,65 +40,22 @@ fn output(settings: &Settings) -> Result<&Path> {
     Ok(output)
 }
 
-/// Returns an error if a file cannot be written at this path, so that the command fails before hours of work.
-pub fn can_write(path: &Path) -> Result<()> {
-    let problem = |got: String| {
-        Problem::failure("the output cannot be written")
-            .at(path.display().to_string())
-            .got(got)
-            .expected("a file in a writable directory")
-            .help("choose another --output")
-    };
-    if path.is_dir() {
-        return Err(problem("a directory".into()).into());
-    }
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let mut name = std::ffi::OsString::from(".");
-    name.push(path.file_name().unwrap_or_default());
-    name.push(format!(".{}.probe", std::process::id()));
-    let probe = folder.join(name);
-    std::fs::create_dir_all(folder)
-        .and_then(|()| std::fs::write(&probe, b""))
-        .and_then(|()| std::fs::remove_file(&probe))
-        .map_err(|e| problem(e.to_string()).into())
-}
-
-/// Returns an error if the output would overwrite an input, by any path or link.
-pub fn keep_inputs<'a>(output: &Path, inputs: impl IntoIterator<Item = &'a Path>) -> Result<()> {
-    let written = [output.to_owned(), output.with_extension("summary.json")];
-    for input in inputs {
-        if let Some(written) = written.iter().find(|written| is_same_file(input, written)) {
-            return Err(Problem::usage("the output would overwrite the input")
-                .at("--output")
-                .got(format!("{}, which is the same file as {}", written.display(), input.display()))
-                .expected("another file name")
-                .into());
-        }
-    }
-    Ok(())
-}
-
-/// Enables the store of decoded media. Must be called after the models are loaded.
-fn keep_media(settings: &Settings, checkpoint: &Checkpoint) {
-    checkpoint.media_store().set_max_bytes(room::for_media(setup::media_bytes(settings), room::free()));
-}
-
 /// Computes the log-probabilities of given completions.
-pub fn score(settings: &Settings, context: &Context) -> Result<()> {
+pub fn score(settings: &Settings, session: &Session) -> Result<()> {
     let (output, dataset) = (output(settings)?, input(settings)?);
     keep_inputs(output, settings.io.input.as_deref().into_iter().chain(dataset.files()))?;
-    let checkpoint = context.checkpoint()?;
-    let model = setup::model(settings, checkpoint, context.device()?)?;
+    let checkpoint = session.checkpoint()?;
+    let model = setup::model(settings, checkpoint, session.device()?)?;
     // No room is reserved for new tokens, because the given completions have their own lengths.
     let mut no_new_tokens = settings.clone();
     no_new_tokens.prompts.max_completion_length = 0;
-    let prompts = context.prompts(&no_new_tokens, checkpoint, false)?;
+    let prompts = session.prompts(&no_new_tokens, checkpoint, false)?;
     keep_media(settings, checkpoint);
     let mut lines = Vec::new();
     let mut failed = 0;
     // A row takes time by the length of its text.
     let letters = |row| dataset.get(row).map_or(0, |sample| letters(&sample.columns.into()));
-    let mut progress = context.console.progress_of("scoring", (0..dataset.len()).map(letters));
+    let mut progress = session.console.progress_of("scoring", (0..dataset.len()).map(letters));
     let rows: Vec<u64> = (0..dataset.len()).collect();
     omnigrpo_train::score_recorded(
         &model,
@@ -191,17 +127,17 @@ pub fn with_columns(dataset: &Dataset, sample: &Sample, recorded: &[&str], made:
 }
 
 /// Samples completions for rows or for one prompt.
-pub fn generate(resolved: &Resolved, context: &Context) -> Result<()> {
+pub fn generate(resolved: &Resolved, session: &Session) -> Result<()> {
     let settings = &resolved.settings;
     profile::enable(settings.log.profile);
     if let Some((Setting::Float(temperature), Origin::Default)) = resolved.values.lookup("temperature") {
-        context.console.line(&format!(
+        session.console.line(&format!(
             "sampling at temperature {temperature}; `--temperature 0` always takes the most likely token, as `eval` does"
         ));
     }
     match &settings.io.prompt {
-        Some(prompt) => generate_one(settings, context, prompt),
-        None => generate_rows(resolved, context),
+        Some(prompt) => generate_one(settings, session, prompt),
+        None => generate_rows(resolved, session),
     }?;
     if settings.log.profile {
         print(&profile::table(&profile::take(), 1))?;
@@ -209,26 +145,26 @@ pub fn generate(resolved: &Resolved, context: &Context) -> Result<()> {
     Ok(())
 }
 
-fn generate_rows(resolved: &Resolved, context: &Context) -> Result<()> {
+fn generate_rows(resolved: &Resolved, session: &Session) -> Result<()> {
     let settings = &resolved.settings;
     let (output, dataset) = (output(settings)?, input(settings)?);
     keep_inputs(output, settings.io.input.as_deref().into_iter().chain(dataset.files()))?;
-    let checkpoint = context.checkpoint()?;
-    let model = setup::model(settings, checkpoint, context.device()?)?;
-    let prompts = context.prompts(settings, checkpoint, false)?;
+    let checkpoint = session.checkpoint()?;
+    let model = setup::model(settings, checkpoint, session.device()?)?;
+    let prompts = session.prompts(settings, checkpoint, false)?;
     keep_media(settings, checkpoint);
-    let mut partial = resume::open(resolved, context, output, model.dir(), &dataset)?;
-    let mut progress = context.console.progress("generating", dataset.len());
+    let mut partial = resume::open(resolved, session, output, model.dir(), &dataset)?;
+    let mut progress = session.console.progress("generating", dataset.len());
     progress.advance(partial.done().len() as u64);
     // Results of rows that fail are not stored, because a second attempt may succeed.
     let mut failed: BTreeMap<u64, String> = BTreeMap::new();
     let rows: Vec<u64> = (0..dataset.len()).filter(|row| !partial.done().contains_key(row)).collect();
-    let activity = context.console.activity();
+    let activity = session.console.activity();
     omnigrpo_train::generate(
         &model,
         &prompts,
         (&dataset, &rows),
-        (&sampled(settings), context.interaction(settings)?.as_ref()),
+        (&sampled(settings), session.interaction(settings)?.as_ref()),
         &mut |event| activity.token(event.last),
         &mut |done| {
             let lines = done.rows.iter().zip(done.completions).map(|(row, completions)| {
@@ -254,16 +190,6 @@ fn generate_rows(resolved: &Resolved, context: &Context) -> Result<()> {
     all_rows(failed.len() as u64, dataset.len())
 }
 
-/// Returns the sampling options of these commands.
-pub fn sampled(settings: &Settings) -> EvalOptions {
-    EvalOptions {
-        num_generations: settings.algorithm.num_generations,
-        sampling: settings.algorithm.sampling.clone(),
-        max_live: settings.algorithm.max_live,
-        ..settings.eval.clone()
-    }
-}
-
 fn completion_line(c: &Completion) -> Value {
     let mut line = json!({
         "text": c.text,
@@ -278,7 +204,7 @@ fn completion_line(c: &Completion) -> Value {
 }
 
 /// Answers one question on the terminal, streamed.
-fn generate_one(settings: &Settings, context: &Context, question: &str) -> Result<()> {
+fn generate_one(settings: &Settings, session: &Session, question: &str) -> Result<()> {
     let absolute = |path: &String| -> Result<String> {
         if ["http://", "https://", "data:"].iter().any(|scheme| path.starts_with(scheme)) {
             return Ok(path.clone());
@@ -306,13 +232,13 @@ fn generate_one(settings: &Settings, context: &Context, question: &str) -> Resul
     let options = ReadOptions { columns: ColumnNames::default(), ..setup::read_options(settings) };
     let folder = std::env::current_dir().context("the working directory")?;
     let sample = RowReader::new("prompt").media_in(&folder).options(options).sample(row)?;
-    let checkpoint = context.checkpoint()?;
-    let model = setup::model(settings, checkpoint, context.device()?)?;
-    let prompts = context.prompts(settings, checkpoint, false)?;
+    let checkpoint = session.checkpoint()?;
+    let model = setup::model(settings, checkpoint, session.device()?)?;
+    let prompts = session.prompts(settings, checkpoint, false)?;
     let row = PreparedRow::new(&prompts, sample, 0)?;
     let (features, _) = encode(&model, Keep::Features, [&*row.prompt])?;
     let algorithm = &settings.algorithm;
-    let interaction = context.interaction(settings)?;
+    let interaction = session.interaction(settings)?;
     let generator = Generator::new(&model, &prompts, &algorithm.sampling)
         .with_max_live(algorithm.max_live)
         .with_interaction(interaction.as_ref());
@@ -342,8 +268,8 @@ fn generate_one(settings: &Settings, context: &Context, question: &str) -> Resul
 }
 
 /// Evaluates a model on a dataset.
-pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
-    let evaluation = evaluation(resolved, context)?;
+pub fn eval(resolved: &Resolved, session: &Session) -> Result<()> {
+    let evaluation = evaluation(resolved, session)?;
     print(&super::summary::tables(&evaluation.summary))?;
     let (skipped, rows) = (evaluation.skipped.len(), evaluation.rows.len() + evaluation.skipped.len());
     if !resolved.settings.run.rows.skip.tolerates(skipped as u64, rows as u64) {
@@ -352,70 +278,4 @@ pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
             .into());
     }
     Ok(())
-}
-
-/// Evaluates a model, and writes the results to `--output` if it is given.
-pub fn evaluation(resolved: &Resolved, context: &Context) -> Result<Evaluation> {
-    let settings = &resolved.settings;
-    let dataset = setup::eval_data(settings)?
-        .ok_or_else(|| Problem::usage("no rows to evaluate").expected("`--eval_file FILE`"))?;
-    if let Some(output) = &settings.io.output {
-        can_write(output)?;
-        keep_inputs(output, settings.data.eval_file.iter().map(PathBuf::as_path).chain(dataset.files()))?;
-    }
-    let checkpoint = context.checkpoint()?;
-    let model = setup::model(settings, checkpoint, context.device()?)?;
-    let prompts = context.prompts(settings, checkpoint, false)?;
-    let corpus = setup::corpus(settings, &dataset, 0..dataset.len());
-    let corpus = corpus.map(|corpus| corpus.or_kept(model.dir())).transpose()?;
-    let rewards = context.rewards(settings, corpus.as_ref(), Some(&prompts))?;
-    keep_media(settings, checkpoint);
-    let rows: Vec<u64> = (0..dataset.len()).collect();
-    if let Some(problem) =
-        omnigrpo_train::checks::ask_before_evaluation(&context.console, &dataset, &rows, &rewards)
-    {
-        return Err(Problem::from(problem).into());
-    }
-    omnigrpo_train::checks::probe_rewards(
-        &rewards,
-        &dataset,
-        rows.iter().copied(),
-        &prompts,
-        sampled(settings).num_generations,
-        &context.console,
-    )?;
-    let plan = EvalPlan {
-        prompts: Arc::new(prompts),
-        rows,
-        dataset: Arc::clone(&dataset),
-        interaction: context.interaction(settings)?,
-        options: sampled(settings),
-    };
-    let output = settings.io.output.as_deref();
-    let mut partial = match output {
-        Some(output) => Some(resume::open(resolved, context, output, model.dir(), &dataset)?),
-        None => None,
-    };
-    let mut done = BTreeMap::new();
-    for (&row, text) in partial.iter().flat_map(Partial::done) {
-        done.insert(row, serde_json::from_str(text).context("a row of an interrupted evaluation")?);
-    }
-    let mut progress = context.console.progress("evaluating", dataset.len());
-    progress.advance(done.len() as u64);
-    let evaluation = evaluate_rest(&model, &rewards, &plan, done, &mut |batch| {
-        progress.advance(batch.num_rows);
-        Ok(partial.as_mut().map_or(Ok(()), |partial| partial.add_json(batch.judged))?)
-    })?;
-    drop(progress);
-    for row in &evaluation.skipped {
-        context.console.line(&row.to_string());
-    }
-    if let Some(output) = output {
-        let lines: Vec<String> =
-            evaluation.rows.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
-        write_lines(output, &lines)?;
-        super::summary::write(output, &evaluation.summary)?;
-    }
-    partial.map_or(Ok(()), Partial::remove)?;
-    Ok(evaluation)
 }

@@ -10,10 +10,11 @@ use omnigrpo_rewards::{AccuracyMode, suitable_rule};
 use omnigrpo_text::MediumKind;
 use omnigrpo_train::{EvalWhen, Objective, Prepared, room};
 
-use super::plan::Wait;
-use super::{Context, family, plan, print, setup, train};
+use super::print;
 use crate::cli::draft::{Draft, one_line};
 use crate::settings::{Given, Origin, Problem, Resolved, Settings, Verb};
+use omnigrpo_session::plan::Wait;
+use omnigrpo_session::{Session, family, plan, setup};
 
 /// Name of the written file if the user gives none.
 const FILE: &str = "omnigrpo.yaml";
@@ -47,7 +48,7 @@ const LONG_COMPLETION: usize = 4096;
 const LONG_PROMPT: usize = 4096;
 
 /// Writes a file of settings for a run.
-pub fn init(resolved: &Resolved, context: &Context) -> Result<()> {
+pub fn init(resolved: &Resolved, session: &Session) -> Result<()> {
     let output = resolved.settings.io.output.as_deref().unwrap_or(Path::new(FILE));
     if output.exists() {
         return Err(Problem::usage("the file exists already")
@@ -61,10 +62,10 @@ pub fn init(resolved: &Resolved, context: &Context) -> Result<()> {
     let given = draft.names();
     let base = draft.resolve(environment())?;
     let base = with_plan(base, resolved)?;
-    let context = context.with(&base.settings);
-    let checkpoint = context.checkpoint()?;
+    let session = session.with(&base.settings);
+    let checkpoint = session.checkpoint()?;
     let dataset = setup::train_data(&base.settings)?;
-    let prompts = context.prompts(&base.settings, checkpoint, false)?;
+    let prompts = session.prompts(&base.settings, checkpoint, false)?;
     let positions = checkpoint.family().architecture().decoder_config().max_positions;
     let rows = Rows::look(&dataset, &prompts, positions)?;
     rows.check_sound(checkpoint.family().row())?;
@@ -72,15 +73,15 @@ pub fn init(resolved: &Resolved, context: &Context) -> Result<()> {
 
     // The chosen settings must not contradict those of the user.
     let prepare = |draft: &Draft| -> Result<(Resolved, Prepared)> {
-        let full = family::without_idle(&draft.resolve(environment())?, &context)?;
+        let full = family::without_idle(&draft.resolve(environment())?, &session)?;
         let full = with_plan(full, resolved)?;
-        let prepared = train::prepare(&full, &context, Objective::Reinforce, None)?;
+        let prepared = omnigrpo_session::train::prepare(&full, &session, Objective::Reinforce, None)?;
         Ok((full, prepared))
     };
     let (mut full, mut prepared) = prepare(&draft)?;
     let tokens = prepared.longest().prompt_tokens();
     if tokens > LONG_PROMPT {
-        for (name, value) in plan::shortening_flags(&full, &context, &prepared).concat() {
+        for (name, value) in plan::shortening_flags(&full, &session, &prepared).concat() {
             draft.choose(name, &value, format!("the longest prompt has {tokens} tokens without it"));
         }
         (full, prepared) = prepare(&draft)?;
@@ -90,22 +91,22 @@ pub fn init(resolved: &Resolved, context: &Context) -> Result<()> {
         _ => FIRST_STEPS,
     };
     let (mut speed, machine) = plan::speed(&full.settings, &prepared)?;
-    let levers = rows.levers(&given, &plan::shortening_flags(&full, &context, &prepared));
+    let levers = rows.levers(&given, &plan::shortening_flags(&full, &session, &prepared));
     let quicker =
-        quicken(levers, |flags| plan::wait(&full, &context, &prepared, (flags, first_steps), &mut speed))?;
+        quicken(levers, |flags| plan::wait(&full, &session, &prepared, (flags, first_steps), &mut speed))?;
     for (name, value) in &quicker {
         draft.set(name, value, "so that the first result comes within an hour");
     }
     if !quicker.is_empty() {
         (full, prepared) = prepare(&draft)?;
     }
-    let (flags, memory) = plan::fit(&full, &context, &prepared, &given)?;
+    let (flags, memory) = plan::fit(&full, &session, &prepared, &given)?;
     let limit = prepared.forecast().limit;
     let place = limit.map_or("memory", |(_, place)| place);
     for (name, value) in &flags {
         draft.set(name, value, format!("so that the run fits into {place}"));
     }
-    let wait = plan::wait(&full, &context, &prepared, (&flags, first_steps), &mut speed)?;
+    let wait = plan::wait(&full, &session, &prepared, (&flags, first_steps), &mut speed)?;
     let time = wait.map(|wait| told(wait, &machine));
     if draft.resolve(environment())?.settings.model.use_peft {
         draft.choose("learning_rate", "1.0e-5", "usual for adapters");
@@ -119,9 +120,9 @@ pub fn init(resolved: &Resolved, context: &Context) -> Result<()> {
     write_schema(&output.with_file_name(SCHEMA))?;
     print(&format!("{file}\n"))?;
     if let Some(time) = time {
-        context.console.line(&time);
+        session.console.line(&time);
     }
-    context.console.line(&format!("look at it, then run: omnigrpo train --config {file}"));
+    session.console.line(&format!("look at it, then run: omnigrpo train --config {file}"));
     Ok(())
 }
 

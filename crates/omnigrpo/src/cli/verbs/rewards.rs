@@ -11,10 +11,13 @@ use omnigrpo_rollout::{Completion, FinishReason};
 use omnigrpo_train::TrainError;
 use serde_json::json;
 
-use super::infer::{sampled, with_columns};
-use super::{Context, print, setup};
+use super::infer::with_columns;
+use super::print;
 use crate::settings::problem::Problem;
 use crate::settings::{Keep, Settings};
+use omnigrpo_session::evaluate::{self, sampled};
+use omnigrpo_session::files;
+use omnigrpo_session::{Session, setup};
 
 /// Returns the name, the description and the source of every reward.
 fn documented() -> impl Iterator<Item = (&'static str, String, &'static str)> {
@@ -43,24 +46,24 @@ pub fn list() -> Result<()> {
 }
 
 /// Scores rows that contain completions and summarises them as an evaluation.
-pub fn run(settings: &Settings, context: &Context) -> Result<()> {
+pub fn run(settings: &Settings, session: &Session) -> Result<()> {
     let (Some(input), Some(output)) = (&settings.io.input, &settings.io.output) else {
         return Err(Problem::usage("nothing to score")
             .expected("`rewards run --input rows.jsonl --output out.jsonl`")
             .into());
     };
-    super::infer::can_write(output)?;
+    files::can_write(output)?;
     // Missing media are allowed here, because a reward that reads media reports the files that it cannot open.
     let dataset = setup::input_rows(settings, input, true)?;
-    super::infer::keep_inputs(output, [input.as_path()].into_iter().chain(dataset.files()))?;
+    files::keep_inputs(output, [input.as_path()].into_iter().chain(dataset.files()))?;
     let keep = settings.io.keep;
     // Only this reward reads what the template opens.
     let prompts = match settings.model.name.as_ref().filter(|_| !settings.lacks_reward("format")) {
-        Some(_) => Some(context.prompts(settings, &setup::checkpoint(settings)?, false)?),
+        Some(_) => Some(session.prompts(settings, &setup::checkpoint(settings)?, false)?),
         None => None,
     };
     let corpus = setup::corpus(settings, &dataset, 0..dataset.len());
-    let rewards = context.rewards(settings, corpus.as_ref(), prompts.as_ref())?;
+    let rewards = session.rewards(settings, corpus.as_ref(), prompts.as_ref())?;
     let measures = settings.eval.measures.clone();
     let right = answer_reward(&rewards).map(|(name, best)| (name, measures.accuracy_threshold * best - 1e-9));
     if keep == Some(Keep::Passed) && right.is_none() {
@@ -71,12 +74,12 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
             .into());
     }
     probe(&rewards, &dataset)?;
-    let (lines, rows) = score_all(settings, context, &dataset, &rewards, right)?;
+    let (lines, rows) = score_all(settings, session, &dataset, &rewards, right)?;
     if keep.is_some() {
         let all: usize = rows.iter().map(|row| row.completions.len()).sum();
-        context.console.line(&format!("kept {} of {all} completions of {} rows", lines.len(), rows.len()));
+        session.console.line(&format!("kept {} of {all} completions of {} rows", lines.len(), rows.len()));
     }
-    super::infer::write_lines(output, &lines)?;
+    files::write_lines(output, &lines)?;
     for name in rewards.names() {
         let is_null =
             |row: &EvalRow| row.rewards.get(name).is_none_or(|scores| scores.iter().all(Option::is_none));
@@ -84,28 +87,28 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
             let doc = documented()
                 .find(|row| row.0 == name)
                 .map_or_else(String::new, |(_, doc, _)| format!("; it is the {doc}"));
-            context.console.warning(&format!(
+            session.console.warning(&format!(
                 "the reward `{name}` applies to no row, so all of its scores are null{doc}"
             ));
         }
     }
     let summary = summarize(&rows, &rewards, &measures)?;
-    super::summary::write(output, &summary)?;
+    evaluate::write_summary(output, &summary)?;
     print(&super::summary::tables(&summary))?;
-    super::infer::all_rows(dataset.len() - rows.len() as u64, dataset.len())
+    files::all_rows(dataset.len() - rows.len() as u64, dataset.len())
 }
 
 /// Scores all rows. Returns the lines to write and the rows that have scores. `right` is that of [`kept`].
 fn score_all(
     settings: &Settings,
-    context: &Context,
+    session: &Session,
     dataset: &Dataset,
     rewards: &RewardSet,
     right: Option<(&str, f64)>,
 ) -> Result<(Vec<String>, Vec<EvalRow>)> {
     let (keep, eval) = (settings.io.keep, &settings.eval);
     let (seed, category) = (settings.algorithm.seed, eval.category.as_deref());
-    let mut progress = context.console.progress("scoring", dataset.len());
+    let mut progress = session.console.progress("scoring", dataset.len());
     let (mut lines, mut rows) = (Vec::new(), Vec::new());
     let all: Vec<u64> = (0..dataset.len()).collect();
     for numbers in all.chunks(BATCH_ROWS) {
@@ -130,7 +133,7 @@ fn score_all(
                 }
                 Err(error) => {
                     let (id, error) = (dataset.id(number), told(error.as_ref()));
-                    context.console.warning(&format!("row {number} (id {id}): {error}"));
+                    session.console.warning(&format!("row {number} (id {id}): {error}"));
                 }
             }
         }
@@ -280,7 +283,7 @@ struct Tried {
 }
 
 /// Shows what rewards give to a few completions: those of a model, recorded ones, or made-up ones.
-pub fn try_out(settings: &Settings, context: &Context) -> Result<()> {
+pub fn try_out(settings: &Settings, session: &Session) -> Result<()> {
     let has_rows = !settings.data.train_file.is_empty() || !settings.data.dataset_use.is_empty();
     let dataset = match &settings.io.input {
         Some(input) => setup::input_rows(settings, input, true)?,
@@ -292,16 +295,16 @@ pub fn try_out(settings: &Settings, context: &Context) -> Result<()> {
         }
     };
     let prompts = match settings.model.name {
-        Some(_) => Some(context.prompts(settings, context.checkpoint()?, false)?),
+        Some(_) => Some(session.prompts(settings, session.checkpoint()?, false)?),
         None => None,
     };
     let corpus = setup::corpus(settings, &dataset, 0..dataset.len());
-    let rewards = context.rewards(settings, corpus.as_ref(), prompts.as_ref())?;
+    let rewards = session.rewards(settings, corpus.as_ref(), prompts.as_ref())?;
     let first = settings.io.row.min(dataset.len());
     let rows: Vec<u64> = (first..dataset.len()).take(settings.io.num_rows as usize).collect();
     let tried = match (&settings.io.input, prompts) {
         (Some(_), _) => recorded(settings, &dataset, &rows)?,
-        (None, Some(prompts)) => of_model(settings, context, &dataset, &rows, &prompts)?,
+        (None, Some(prompts)) => of_model(settings, session, &dataset, &rows, &prompts)?,
         (None, None) => rows.iter().map(|&row| made_up(&dataset, row)).collect::<Result<Vec<_>>>()?,
     };
     let (mut out, mut all) = (String::new(), Vec::new());
@@ -385,19 +388,19 @@ fn recorded(settings: &Settings, dataset: &Dataset, rows: &[u64]) -> Result<Vec<
 /// Samples completions of rows from the model.
 fn of_model(
     settings: &Settings,
-    context: &Context,
+    session: &Session,
     dataset: &Arc<Dataset>,
     rows: &[u64],
     prompts: &omnigrpo_models::PromptBuilder,
 ) -> Result<Vec<Tried>> {
-    let model = setup::model(settings, context.checkpoint()?, context.device()?)?;
+    let model = setup::model(settings, session.checkpoint()?, session.device()?)?;
     let mut tried = Vec::new();
     let mut unusable = None;
     omnigrpo_train::generate(
         &model,
         prompts,
         (dataset, rows),
-        (&sampled(settings), context.interaction(settings)?.as_ref()),
+        (&sampled(settings), session.interaction(settings)?.as_ref()),
         &mut |_| (),
         &mut |done| {
             unusable = unusable.take().or(done.unusable.first().map(|(_, own)| own.reason.clone()));

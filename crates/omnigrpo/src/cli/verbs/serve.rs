@@ -10,21 +10,22 @@ use omnigrpo_train::room;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
 
-use super::train::is_ignored;
-use super::{Context, print, setup};
-use crate::cli::heap;
+use super::print;
 use crate::settings::Settings;
+use omnigrpo_session::heap;
+use omnigrpo_session::train::is_ignored;
+use omnigrpo_session::{Session, setup};
 
 /// Serves a model until a signal ends the program.
-pub fn serve(settings: &Settings, context: &Context) -> Result<()> {
-    let checkpoint = context.checkpoint()?;
-    let model = setup::model(settings, checkpoint, context.device()?)?;
+pub fn serve(settings: &Settings, session: &Session) -> Result<()> {
+    let checkpoint = session.checkpoint()?;
+    let model = setup::model(settings, checkpoint, session.device()?)?;
     // The rest is left for the passes of the model and for decoded media.
-    let max_bytes = room::free_on(context.device()?).map_or(u64::MAX, |(free, _)| free / 2);
+    let max_bytes = room::free_on(session.device()?).map_or(u64::MAX, |(free, _)| free / 2);
     // Each request has its own limit, so a prompt must only leave room for one token.
     let mut open = settings.clone();
     open.prompts.max_completion_length = 1;
-    let prompts = context.prompts(&open, checkpoint, false)?;
+    let prompts = session.prompts(&open, checkpoint, false)?;
     let name = settings.serve.name.clone().or_else(|| settings.model.name.clone());
     let given = settings.env.api_key.is_some();
     let options = Options {
@@ -41,7 +42,7 @@ pub fn serve(settings: &Settings, context: &Context) -> Result<()> {
         read: ReadOptions { columns: ColumnNames::default(), ..setup::read_options(settings) },
         trim: heap::trim,
     };
-    stop_on_signals(&context.stop)?;
+    stop_on_signals(&session.stop)?;
     let server = Server::start(prompts, options)?;
     print(&format!("{}\n", server.url()))?;
     if !given {
@@ -53,8 +54,8 @@ pub fn serve(settings: &Settings, context: &Context) -> Result<()> {
         false if names.is_empty() => format!("at {host}, by address; `--allowed_hosts` adds names"),
         false => format!("at {host}, by address or as {}", names.join(", ")),
     };
-    context.console.line(&format!("the server answers {whom}; press Ctrl-C to stop"));
-    server.run(&model, &context.stop).context("the model cannot answer any more")
+    session.console.line(&format!("the server answers {whom}; press Ctrl-C to stop"));
+    server.run(&model, &session.stop).context("the model cannot answer any more")
 }
 
 /// Lets the first signal end the server, which completes the requests in progress, and the second one end the process.

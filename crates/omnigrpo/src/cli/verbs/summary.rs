@@ -1,17 +1,7 @@
 //! Output of an evaluation's results, on the terminal and to a file.
 
-use std::path::Path;
-
-use anyhow::Result;
 use omnigrpo_observe::{columns, is_alias, stdout_columns};
 use omnigrpo_rewards::{MEASURES, Summary};
-
-use super::infer::write_lines;
-
-/// Writes the results to `<output>.summary.json`, in the directory of the output and without its extension.
-pub fn write(output: &Path, summary: &Summary) -> Result<()> {
-    write_lines(&output.with_extension("summary.json"), &[format!("{:#}", summary.to_json())])
-}
 
 /// Returns the metrics, followed by tables by category, by label and of explanations.
 pub fn tables(summary: &Summary) -> String {

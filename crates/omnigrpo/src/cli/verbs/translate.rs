@@ -4,16 +4,17 @@ use std::path::Path;
 
 use anyhow::Result;
 
-use super::{Context, print_raw};
+use super::print_raw;
 use crate::cli::draft::one_line;
 use crate::cli::translate;
 use crate::settings::{Problem, Settings, config};
+use omnigrpo_session::Session;
 
 /// Maximum size of a script or a file of settings, bytes.
 const MAX_BYTES: u64 = 1 << 18;
 
 /// Translates a launch script, a training script or a file of settings of another trainer.
-pub fn run(settings: &Settings, context: &Context) -> Result<()> {
+pub fn run(settings: &Settings, session: &Session) -> Result<()> {
     let Some(script) = &settings.io.script else {
         return Err(Problem::usage("nothing to translate").expected("`translate FILE`").into());
     };
@@ -30,7 +31,7 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     })?;
     match &settings.io.output {
         Some(output) => {
-            super::infer::keep_inputs(output, [script.as_path()])?;
+            omnigrpo_session::files::keep_inputs(output, [script.as_path()])?;
             omnigrpo_observe::write_atomic(output, |out| out.write_all(translation.text.as_bytes()))?;
         }
         None => print_raw(&translation.text)?,
@@ -39,7 +40,7 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     if changes > 0 {
         let lines: String =
             translation.changes.iter().map(|change| format!("\n  {}", one_line(change))).collect();
-        context.console.line(&format!("changes training there, and is not in the file:{lines}"));
+        session.console.line(&format!("changes training there, and is not in the file:{lines}"));
     }
     if settings.io.strict && changes > 0 {
         return Err(Problem::failure("the translation is incomplete")

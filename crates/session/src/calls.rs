@@ -1,32 +1,4 @@
-//! Commands in the process of another program, such as an interpreter of Python: the settings, checks and records of the command
-//! line, with functions of that program as rewards and observers. Nothing here handles signals, reads arguments or ends the
-//! process.
-//!
-//! ```
-//! use omnigrpo::cli::embed::{Caller, checked, given, train};
-//! use omnigrpo::settings::Verb;
-//! use serde_json::json;
-//!
-//! # let place = tempfile::tempdir()?;
-//! # let place = place.path().display();
-//! omnigrpo::demo::write_model(format!("{place}/model").as_ref())?;
-//! std::fs::write(format!("{place}/rows.jsonl"), r#"{"prompt": "What is 1 + 1?", "solution": "2"}"#)?;
-//! let settings = json!({
-//!     "model_name_or_path": format!("{place}/model"), "train_file": format!("{place}/rows.jsonl"),
-//!     "output_dir": format!("{place}/run"), "reward_funcs": ["caller:brief"], "per_device_train_batch_size": 1,
-//!     "num_generations": 2, "max_completion_length": 4, "max_steps": 1, "allow_text_only": true,
-//! });
-//! let caller = Caller::new(|name| {
-//!     let score = |row: &omnigrpo::RewardInput<'_>| -(row.completion.len() as f64);
-//!     (name == "brief").then(|| omnigrpo::reward(name, (f64::NEG_INFINITY, 0.0), score))
-//! });
-//! let (summary, model) = train(given(Verb::Train, settings)?, caller)?;
-//! assert_eq!((summary.steps, summary.interrupted), (1, false));
-//! let (settings, row) = (json!({ "max_completion_length": 4 }), json!({ "prompt": "What is 1 + 2?" }));
-//! let answers = model.generate(checked(Verb::Generate, settings)?, vec![row], ".".as_ref())?;
-//! assert_eq!((answers.len(), answers[0].len()), (1, 1));
-//! # Ok::<(), Box<dyn std::error::Error>>(())
-//! ```
+//! Commands in the process of another program, such as an interpreter of Python.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -43,14 +15,18 @@ use omnigrpo_rollout::{Completion, GenerateOptions, Generator, Request};
 use omnigrpo_train::{Algorithm, Evaluation, Objective, Observer, RunSummary, Trained, logprobs};
 use serde_json::Value;
 
-use super::heap::Trim;
-use super::ranks::{self, Rank, Started};
-pub use super::verbs::setup::Functions;
-use super::verbs::{self, Context, setup};
-use crate::settings::explain::yaml;
-use crate::settings::{
+use omnigrpo_settings::explain::yaml;
+use omnigrpo_settings::{
     Environment, Flag, Layer, Problem, Resolved, Section, Settings, Values, Verb, name_flags, needs, resolve,
 };
+
+use crate::evaluate::evaluation;
+use crate::heap::Trim;
+use crate::logging::{quiet_guarded_panics, warnings};
+use crate::ranks::{self, Rank, Started};
+use crate::session::{Host, Session, of_rank, ready};
+use crate::setup::{self, Functions};
+use crate::train::{once, planned};
 
 /// The program in whose process a command runs.
 pub struct Caller {
@@ -155,8 +131,8 @@ pub fn leave() {
 pub fn train(resolved: Resolved, caller: Caller) -> Result<(RunSummary, Loaded), Problem> {
     let objective = objective_of(resolved.verb);
     let ranks = own_rank().as_ref().map_or_else(Ranks::default, |rank| rank.ranks.clone());
-    let done = run_as(ranks, resolved, caller, |resolved, context| {
-        let Trained { model, summary } = verbs::train::once(resolved, context, objective, |_| Ok(()))?;
+    let done = run_as(ranks, resolved, caller, |resolved, session| {
+        let Trained { model, summary } = once(resolved, session, objective, |_| Ok(()))?;
         Ok((summary, Loaded::of(model, resolved)))
     });
     if let Err(problem) = &done {
@@ -173,7 +149,7 @@ pub fn train(resolved: Resolved, caller: Caller) -> Result<(RunSummary, Loaded),
 /// # Errors
 /// Returns an error if the model or the rows cannot be used.
 pub fn evaluate(resolved: Resolved, caller: Caller) -> Result<Evaluation, Problem> {
-    run(resolved, caller, verbs::infer::evaluation)
+    run(resolved, caller, evaluation)
 }
 
 /// Predicts the memory and the time of a run ([`Verb::Plan`] or [`Verb::Sft`]). The result is what `plan --json` writes.
@@ -182,10 +158,10 @@ pub fn evaluate(resolved: Resolved, caller: Caller) -> Result<Evaluation, Proble
 /// Returns an error if the run cannot work.
 pub fn plan(mut resolved: Resolved, caller: Caller) -> Result<Value, Problem> {
     resolved.settings.io.dry_run = true;
-    run(resolved, caller, |resolved, context| {
+    run(resolved, caller, |resolved, session| {
         let objective = objective_of(resolved.verb);
-        let planned = verbs::train::planned(resolved, context, objective)?;
-        planned.tables.lines().for_each(|line| context.console.line(line));
+        let planned = planned(resolved, session, objective)?;
+        planned.tables.lines().for_each(|line| session.console.line(line));
         planned.problem.map_or(Ok(planned.numbers), |problem| Err(problem.into()))
     })
 }
@@ -233,10 +209,10 @@ impl Loaded {
     /// # Errors
     /// Returns an error if the checkpoint cannot be used or does not fit into memory.
     pub fn open(resolved: Resolved) -> Result<Self, Problem> {
-        run(resolved, Caller::default(), |resolved, context| {
+        run(resolved, Caller::default(), |resolved, session| {
             let settings = &resolved.settings;
             let checkpoint = setup::checkpoint(settings)?;
-            Ok(Self::of(setup::model(settings, &checkpoint, context.device()?)?, resolved))
+            Ok(Self::of(setup::model(settings, &checkpoint, session.device()?)?, resolved))
         })
     }
 
@@ -251,9 +227,9 @@ impl Loaded {
         folder: &Path,
     ) -> Result<Vec<Vec<Completion>>, Problem> {
         self.check(&resolved)?;
-        run(resolved, Caller::default(), |resolved, context| {
+        run(resolved, Caller::default(), |resolved, session| {
             let settings = &resolved.settings;
-            let builder = self.prompts(settings, context)?;
+            let builder = self.prompts(settings, session)?;
             let (samples, prompts) = built(settings, &builder, rows, folder)?;
             let features = prompts.iter().map(|prompt| self.model.encode_prompt(prompt));
             let features = features.collect::<Result<Vec<_>, _>>()?;
@@ -266,7 +242,7 @@ impl Loaded {
                 ..Request::new(prompt, features)
             });
             let Algorithm { sampling, max_live, .. } = &settings.algorithm;
-            let interaction = context.interaction(settings)?;
+            let interaction = session.interaction(settings)?;
             let generator = Generator::new(&self.model, &builder, sampling)
                 .with_max_live(*max_live)
                 .with_interaction(interaction.as_ref());
@@ -287,11 +263,11 @@ impl Loaded {
         folder: &Path,
     ) -> Result<Vec<Vec<f32>>, Problem> {
         self.check(&resolved)?;
-        run(resolved, Caller::default(), |resolved, context| {
+        run(resolved, Caller::default(), |resolved, session| {
             let mut settings = resolved.settings.clone();
             // Given completions have their own lengths.
             settings.prompts.max_completion_length = 0;
-            let builder = self.prompts(&settings, context)?;
+            let builder = self.prompts(&settings, session)?;
             let (_, prompts) = built(&settings, &builder, vec![row], folder)?;
             let ids = completions.iter().map(|text| builder.completion_ids(text));
             let ids = ids.collect::<Result<Vec<_>, _>>()?;
@@ -308,14 +284,14 @@ impl Loaded {
         self.model.save_pretrained(directory).map_err(|error| Problem::from_error(&error))
     }
 
-    fn prompts(&self, settings: &Settings, context: &Context) -> Result<Arc<PromptBuilder>> {
+    fn prompts(&self, settings: &Settings, session: &Session) -> Result<Arc<PromptBuilder>> {
         let mut kept = self.prompts.lock().unwrap_or_else(PoisonError::into_inner);
         // An environment begins anew with each command.
         let alone = settings.turns.environment.is_none();
         if let Some((_, prompts)) = kept.as_ref().filter(|(known, _)| alone && *known == settings.prompts) {
             return Ok(Arc::clone(prompts));
         }
-        let prompts = Arc::new(context.prompts(settings, self.model.checkpoint(), false)?);
+        let prompts = Arc::new(session.prompts(settings, self.model.checkpoint(), false)?);
         if alone {
             *kept = Some((settings.prompts.clone(), Arc::clone(&prompts)));
         }
@@ -345,7 +321,7 @@ fn built(
 fn run<T>(
     resolved: Resolved,
     caller: Caller,
-    command: impl FnOnce(&Resolved, &Context) -> Result<T>,
+    command: impl FnOnce(&Resolved, &Session) -> Result<T>,
 ) -> Result<T, Problem> {
     run_as(Ranks::default(), resolved, caller, command)
 }
@@ -355,19 +331,21 @@ fn run_as<T>(
     ranks: Ranks,
     resolved: Resolved,
     Caller { console, stop, observer, functions }: Caller,
-    command: impl FnOnce(&Resolved, &Context) -> Result<T>,
+    command: impl FnOnce(&Resolved, &Session) -> Result<T>,
 ) -> Result<T, Problem> {
     static HOOK: Once = Once::new();
     not_forked()?;
-    HOOK.call_once(super::quiet_guarded_panics);
+    HOOK.call_once(quiet_guarded_panics);
     name_flags();
-    let warnings = super::warnings(&console);
+    let warnings = warnings(&console);
     let work = || {
         ranks::check_settings(&resolved, &ranks)?;
-        let resolved = verbs::of_rank(&resolved, &ranks)?;
-        let context = Context::within(&resolved.settings, ranks, console, stop, observer, functions);
-        let resolved = verbs::ready(&resolved, &context)?;
-        command(&resolved, &context)
+        let resolved = of_rank(&resolved, &ranks)?;
+        let session = Session::new(&resolved.settings, console, stop, Host::default())
+            .with_ranks(ranks)
+            .with_functions(functions, observer);
+        let resolved = ready(&resolved, &session)?;
+        command(&resolved, &session)
     };
     tracing::subscriber::with_default(warnings, work).map_err(|error| Problem::from_error(error.as_ref()))
 }

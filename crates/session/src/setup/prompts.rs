@@ -9,7 +9,7 @@ use omnigrpo_rewards::ExternalOptions;
 use omnigrpo_rollout::{Environment, Interaction};
 
 use super::rewards::Functions;
-use crate::settings::{Problem, Settings, of_caller};
+use omnigrpo_settings::{Problem, Settings, of_caller};
 
 /// Returns the builder of prompts for a checkpoint. With `dynamic_sample`, which is for training, the number of frames of a row may be
 /// random, and a teacher may read a column of it. The prompts describe the tools of the environment, and begin with what it shows.

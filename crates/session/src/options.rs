@@ -9,8 +9,8 @@ use omnigrpo_models::{ConfigJson, FamilyRow, OptionKind};
 use serde_json::{Map, Value};
 
 use super::setup::named_dir;
-use crate::settings::Settings;
-use crate::settings::problem::Problem;
+use omnigrpo_settings::Settings;
+use omnigrpo_settings::problem::Problem;
 
 /// Returns the keys of `json`, the `config.json` in `dir`, that settings replace, and the places of named towers in the local
 /// Hugging Face cache.

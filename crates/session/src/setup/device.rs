@@ -6,8 +6,8 @@ use omnigrpo_gpu::Error as GpuError;
 use omnigrpo_ops::{Card, Device};
 use omnigrpo_ranks::Local;
 
-use crate::settings::problem::Problem;
-use crate::settings::{DeviceChoice, Settings};
+use omnigrpo_settings::problem::Problem;
+use omnigrpo_settings::{DeviceChoice, Settings};
 
 /// Returns the device of one of several processes on a machine, if cards are used: the card with its number, or the only card
 /// that the launcher lets the process see.

@@ -18,11 +18,11 @@ use omnigrpo_ops::Device;
 use omnigrpo_ranks::{Launch, Launcher, Lifeline, Local, Mpirun, Ranks, Starters};
 use omnigrpo_train::checkpoint::{self, TrainerState};
 
-use crate::cli::verbs::Context;
-use crate::cli::verbs::train::is_ignored;
-use crate::settings::problem::{EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, Problem};
-use crate::settings::values::Resolved;
-use crate::settings::{Backend, Settings, binding, flags::Verb};
+use crate::Session;
+use crate::train::is_ignored;
+use omnigrpo_settings::problem::{EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, Problem};
+use omnigrpo_settings::values::Resolved;
+use omnigrpo_settings::{Backend, Settings, binding, flags::Verb};
 
 /// Longest wait for the other ranks after a failure of this one, which they may not know of.
 const FAREWELL: Duration = Duration::from_secs(30);
@@ -35,6 +35,7 @@ const MEETING: Duration = Duration::from_secs(60);
 
 /// This process as a rank.
 pub struct Rank {
+    /// Connection with the other ranks.
     pub ranks: Ranks,
     lifeline: Option<Lifeline>,
     _starters: Option<Starters>,
@@ -192,8 +193,8 @@ pub fn in_order<T>(ranks: &Ranks, ready: Result<()>, make: impl Fn() -> Result<T
 }
 
 /// Connects the GPUs of all ranks, unless the settings choose MPI.
-pub fn connect_gpus(context: &Context, settings: &Settings, device: Device) -> Result<()> {
-    let (ranks, backend) = (&context.ranks, settings.ranks.backend);
+pub fn connect_gpus(session: &Session, settings: &Settings, device: Device) -> Result<()> {
+    let (ranks, backend) = (&session.ranks, settings.ranks.backend);
     if ranks.size() == 1 {
         return Ok(());
     }
@@ -217,7 +218,7 @@ pub fn connect_gpus(context: &Context, settings: &Settings, device: Device) -> R
         };
     };
     if backend == Backend::Mpi {
-        context.console.line("gradients: summed in main memory, over MPI");
+        session.console.line("gradients: summed in main memory, over MPI");
         return Ok(());
     }
     let name = card.connect(ranks, &settings.env.cuda_folders).map_err(|error| {
@@ -225,7 +226,7 @@ pub fn connect_gpus(context: &Context, settings: &Settings, device: Device) -> R
             .got(error.to_string())
             .help("`--ddp_backend mpi` sums gradients in main memory, without NCCL")
     })?;
-    context.console.line(&format!("gradients: summed on the GPUs, over {name}"));
+    session.console.line(&format!("gradients: summed on the GPUs, over {name}"));
     Ok(())
 }
 

@@ -14,11 +14,11 @@ use omnigrpo_observe::Console;
 use omnigrpo_train::Observer;
 use serde_json::Value;
 
-use super::setup::{hub, progress};
-use super::{Context, print};
-use crate::settings::Settings;
-use crate::settings::names::HubStrategy;
-use crate::settings::problem::Problem;
+use crate::Session;
+use crate::setup::{hub, progress};
+use omnigrpo_settings::Settings;
+use omnigrpo_settings::names::HubStrategy;
+use omnigrpo_settings::problem::Problem;
 
 /// File that lists the weight files of a model.
 const INDEX: &str = "model.safetensors.index.json";
@@ -28,7 +28,7 @@ const MAX_TEXT_BYTES: u64 = 256 << 20;
 const TEMPLATES: &str = "additional_chat_templates";
 
 /// Pushes a directory with a model.
-pub fn push(settings: &Settings, context: &Context) -> Result<()> {
+pub fn push(settings: &Settings, session: &Session) -> Result<()> {
     let dir = settings.io.directory.as_deref().unwrap_or(Path::new("."));
     if !["config.json", "adapter_config.json"].iter().any(|name| dir.join(name).is_file()) {
         return Err(Problem::usage("the directory contains no model to push")
@@ -39,17 +39,19 @@ pub fn push(settings: &Settings, context: &Context) -> Result<()> {
     // The files are listed first, so that a repository is created only if they can be sent.
     let files = model_files(dir)?;
     if settings.io.dry_run {
-        return listed(settings, dir, &files);
+        return listed(settings, dir, &files).and_then(|text| session.print(&text));
     }
-    let pusher = Pusher::to_repository(settings, context, dir)?;
-    pusher.send(dir, &format!("Model pushed by omnigrpo {}", omnigrpo_observe::version())).map_err(|error| {
-        let problem = Problem::failure("the model could not be pushed").at(pusher.repo.clone());
-        problem.got(told(error.as_ref())).help("run the same command again to continue the upload").into()
-    })
+    let pusher = Pusher::to_repository(settings, session, dir)?;
+    pusher.send(session, dir, &format!("Model pushed by omnigrpo {}", omnigrpo_observe::version())).map_err(
+        |error| {
+            let problem = Problem::failure("the model could not be pushed").at(pusher.repo.clone());
+            problem.got(told(error.as_ref())).help("run the same command again to continue the upload").into()
+        },
+    )
 }
 
-/// Prints what a push would send: the repository, each file with its size, and the card.
-fn listed(settings: &Settings, dir: &Path, files: &[(String, PathBuf)]) -> Result<()> {
+/// Returns what a push would send: the repository, each file with its size, and the card.
+fn listed(settings: &Settings, dir: &Path, files: &[(String, PathBuf)]) -> Result<String> {
     let kind = if settings.push.private { "private" } else { "public" };
     let name = repository(settings, dir)?;
     let mut out = format!("{kind} repository: {name}\n\n");
@@ -61,7 +63,7 @@ fn listed(settings: &Settings, dir: &Path, files: &[(String, PathBuf)]) -> Resul
         Ok(card) => out.push_str(&format!("\nREADME.md:\n\n{}", String::from_utf8_lossy(&card))),
         Err(_) => out.push_str("\nno README.md, so the repository has no card\n"),
     }
-    print(&out)
+    Ok(out)
 }
 
 /// Returns the name of the repository of a directory.
@@ -95,14 +97,14 @@ pub struct Pusher {
 
 impl Pusher {
     /// Creates the repository, so that a wrong token or name is reported before training. Does nothing without `push_to_hub`.
-    pub fn before(settings: &Settings, context: &Context) -> Result<Option<Self>> {
+    pub fn before(settings: &Settings, session: &Session) -> Result<Option<Self>> {
         let Some(dir) = settings.io.output_dir.as_deref().filter(|_| settings.push.enabled) else {
             return Ok(None);
         };
-        Self::to_repository(settings, context, dir).map(Some)
+        Self::to_repository(settings, session, dir).map(Some)
     }
 
-    fn to_repository(settings: &Settings, context: &Context, dir: &Path) -> Result<Self> {
+    fn to_repository(settings: &Settings, session: &Session, dir: &Path) -> Result<Self> {
         let env = &settings.env.hub;
         if env.offline {
             return Err(Problem::usage("a model cannot be pushed offline")
@@ -127,7 +129,7 @@ impl Pusher {
             repo,
             dir: dir.to_owned(),
             every_save: settings.push.strategy == HubStrategy::EverySave,
-            console: context.console.clone(),
+            console: session.console.clone(),
             beside: Arc::default(),
         })
     }
@@ -146,11 +148,11 @@ impl Pusher {
     }
 
     /// Pushes the trained model. The model stays in the run directory if the push fails.
-    pub fn last(self, steps: u64) -> Result<()> {
+    pub fn last(self, session: &Session, steps: u64) -> Result<()> {
         let beside = self.beside.lock().map(|mut beside| beside.take()).unwrap_or_default();
         // If the thread panicked, the panic has already been reported.
         beside.map_or(Ok(()), |(_, push)| push.join()).unwrap_or_default();
-        self.send(&self.dir, &format!("Model after step {steps}")).map_err(|error| {
+        self.send(session, &self.dir, &format!("Model after step {steps}")).map_err(|error| {
             Problem::failure("the model is trained and saved, but could not be pushed")
                 .at(self.repo.clone())
                 .got(told(error.as_ref()))
@@ -163,7 +165,7 @@ impl Pusher {
         })
     }
 
-    fn send(&self, dir: &Path, message: &str) -> Result<()> {
+    fn send(&self, session: &Session, dir: &Path, message: &str) -> Result<()> {
         let files = model_files(dir)?;
         let mut on = progress(&self.console, &format!("pushing {} to {}", dir.display(), self.repo));
         let pushed = self.hub.push(&self.repo, &files, message, &mut on)?;
@@ -172,7 +174,7 @@ impl Pusher {
             1 => "1 file".to_owned(),
             several => format!("{several} files"),
         };
-        print(&format!("pushed to {} ({what}, commit {})\n", pushed.url, pushed.commit))
+        session.print(&format!("pushed to {} ({what}, commit {})\n", pushed.url, pushed.commit))
     }
 }
 

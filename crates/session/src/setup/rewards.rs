@@ -13,8 +13,8 @@ use omnigrpo_scorers::{RewardModel, ScorerOptions};
 use omnigrpo_train::{Peer, Signals};
 
 use super::hub::named_dir;
-use crate::settings::problem::Problem;
-use crate::settings::{Settings, of_caller};
+use omnigrpo_settings::problem::Problem;
+use omnigrpo_settings::{Settings, of_caller};
 
 /// Functions and signals that a program hands in, which runs a command in its process.
 #[derive(Clone, Default)]

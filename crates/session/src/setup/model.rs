@@ -9,9 +9,9 @@ use omnigrpo_models::{Checkpoint, Family, Model, Part, QuantBits};
 use omnigrpo_ops::Device;
 use omnigrpo_train::{ModelPlan, Selection};
 
-use super::super::options;
 use super::hub::named_dir;
-use crate::settings::{Bf16Products, Problem, QuantizedActivations, Settings};
+use crate::options;
+use omnigrpo_settings::{Bf16Products, Problem, QuantizedActivations, Settings};
 
 /// Returns the checkpoint directory of `--model_name_or_path`: a directory, or a model in the local Hugging Face cache.
 pub fn checkpoint_dir(settings: &Settings) -> Result<PathBuf> {

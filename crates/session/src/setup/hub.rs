@@ -9,9 +9,9 @@ use omnigrpo_guard::{inside, told};
 use omnigrpo_models::adapter_base;
 use omnigrpo_observe::Console;
 
-use crate::settings::Settings;
-use crate::settings::environment::HubEnvironment;
-use crate::settings::problem::Problem;
+use omnigrpo_settings::Settings;
+use omnigrpo_settings::environment::HubEnvironment;
+use omnigrpo_settings::problem::Problem;
 
 /// Maximum size of the file with the token of the hub, bytes.
 const MAX_TOKEN_BYTES: u64 = 4 << 10;

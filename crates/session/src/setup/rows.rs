@@ -8,9 +8,9 @@ use omnigrpo_data::{DataError, Dataset, DatasetSpec, Fetch, ReadOptions, Registr
 use omnigrpo_fetch::{UrlMedia, UrlOptions};
 
 use super::hub::{folder_tables, tables};
-use crate::settings::names::AllowUrls;
-use crate::settings::problem::Problem;
-use crate::settings::{REGISTRY, Settings, is_on_hub};
+use omnigrpo_settings::names::AllowUrls;
+use omnigrpo_settings::problem::Problem;
+use omnigrpo_settings::{REGISTRY, Settings, is_on_hub};
 
 /// Returns the options for reading rows.
 pub fn read_options(settings: &Settings) -> ReadOptions {

@@ -8,13 +8,13 @@ use omnigrpo_data::Dataset;
 use omnigrpo_observe::{Found, Partial};
 use serde_json::{Map, Value, json};
 
-use super::{Context, setup};
-use crate::settings::values::Resolved;
+use crate::{Session, setup};
+use omnigrpo_settings::values::Resolved;
 
 /// Opens the stored rows of an earlier attempt at this output, and prints how many it found.
 pub fn open(
     resolved: &Resolved,
-    context: &Context,
+    session: &Session,
     output: &Path,
     model: &Path,
     dataset: &Dataset,
@@ -23,13 +23,13 @@ pub fn open(
     let beside = format!("{}.partial", output.display());
     match found {
         Found::Nothing => {}
-        Found::Rows(rows) => context
+        Found::Rows(rows) => session
             .console
             .line(&format!("resuming after {rows} of {} rows, which are in {beside}", dataset.len())),
         Found::Other { differences, moved_to } => {
             let kept =
                 moved_to.map_or(String::new(), |path| format!("; its rows are now in {}", path.display()));
-            context.console.line(&format!(
+            session.console.line(&format!(
                 "{beside} was written with other settings ({}){kept}; starting again",
                 differences.join("; ")
             ));

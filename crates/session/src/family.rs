@@ -4,14 +4,14 @@
 use anyhow::Result;
 use omnigrpo_text::MediumKind;
 
-use super::Context;
-use crate::settings::Settings;
-use crate::settings::explain::yaml;
-use crate::settings::flags::{self, Flag, Section};
-use crate::settings::presets;
-use crate::settings::problem::Problem;
-use crate::settings::values::{Origin, Resolved, Value, Values};
-use crate::settings::wording;
+use crate::Session;
+use omnigrpo_settings::Settings;
+use omnigrpo_settings::explain::yaml;
+use omnigrpo_settings::flags::{self, Flag, Section};
+use omnigrpo_settings::presets;
+use omnigrpo_settings::problem::Problem;
+use omnigrpo_settings::values::{Origin, Resolved, Value, Values};
+use omnigrpo_settings::wording;
 
 /// Settings for sound, which have no effect on a family without sound.
 const SOUND: [&str; 3] = ["use_audio_in_video", "missing_audio", "audio_folders"];
@@ -22,7 +22,7 @@ const SOUND: [&str; 3] = ["use_audio_in_video", "missing_audio", "audio_folders"
 /// # Errors
 /// Returns an error if another setting without effect was given by flag or file, with a value other than its default and that of
 /// the preset.
-pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> {
+pub fn without_idle(resolved: &Resolved, session: &Session) -> Result<Resolved> {
     let mut out = resolved.clone();
     let settings = &resolved.settings;
     let given = |flag: &Flag| {
@@ -33,7 +33,7 @@ pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> 
     if settings.model.name.is_none() || !asked.any(given) {
         return Ok(out);
     }
-    let family = context.checkpoint()?.family();
+    let family = session.checkpoint()?.family();
     let idle = family.processor().idle_settings();
     let fields = idle.fields.iter().filter_map(|field| wording::flag(*field));
     let mut unread: Vec<(&str, String)> = fields.map(|flag| (flag.name, (idle.why)())).collect();

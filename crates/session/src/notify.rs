@@ -16,8 +16,8 @@ use omnigrpo_observe::{Console, Event, TrainingProblem, fit, now};
 use omnigrpo_train::Observer;
 use serde_json::{Map, Value, json};
 
-use crate::settings::explain::{HIDDEN, host, redacted_target};
-use crate::settings::{Problem, Settings};
+use omnigrpo_settings::explain::{HIDDEN, host, redacted_target};
+use omnigrpo_settings::{Problem, Settings};
 
 /// Longest time of a delivery.
 const PATIENCE: Duration = Duration::from_secs(10);

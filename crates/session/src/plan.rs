@@ -1,7 +1,7 @@
 //! `plan`, and the prediction of memory that `train` makes before it loads a model: memory by part, and flags that reduce it.
 //! `plan` also predicts the time of a run: on the CPU from measured rates, and on a GPU from stated ones.
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use omnigrpo_models::MediumShape;
 use omnigrpo_ops::{Device, Rates};
 use omnigrpo_text::Form;
@@ -11,10 +11,10 @@ use omnigrpo_train::{
 };
 use serde_json::{Map, Value as Json, json};
 
-use super::{Context, setup};
-use crate::settings::cards::KnownCard;
-use crate::settings::values::{Given, Origin, Raw, Resolved};
-use crate::settings::{Problem, Settings, flags, rules};
+use crate::{Session, setup};
+use omnigrpo_settings::cards::KnownCard;
+use omnigrpo_settings::values::{Given, Origin, Raw, Resolved};
+use omnigrpo_settings::{Problem, Settings, flags, rules};
 
 /// Length of the longest bar, columns.
 const BAR: u64 = 40;
@@ -256,17 +256,17 @@ pub struct Wait {
 /// with completions of the largest length. `None` if the flags contradict other settings.
 pub fn wait(
     resolved: &Resolved,
-    context: &Context,
+    session: &Session,
     prepared: &Prepared,
     (flags, first_steps): (&[(&'static str, String)], u64),
     speed: &mut Speed,
 ) -> Result<Option<Wait>> {
-    let timed = with_flags(resolved, context, prepared, flags, |settings, variant| -> Result<Wait> {
+    let timed = with_flags(resolved, session, prepared, flags, |settings, variant| -> Result<Wait> {
         // Only flags of media change the rows.
         let typical = match std::ptr::eq(variant.longest, prepared.longest()) {
             true => None,
             false => {
-                let prompts = context.prompts(settings, context.checkpoint()?, true)?;
+                let prompts = session.prompts(settings, session.checkpoint()?, true)?;
                 prepared.typical().with(&prompts, variant.plan.objective)
             }
         };
@@ -316,12 +316,12 @@ pub struct Planned {
 /// Predicts the memory and the time of a run.
 pub fn plan(
     resolved: &Resolved,
-    context: &Context,
+    session: &Session,
     objective: Objective,
     prepared: &Prepared,
 ) -> Result<Planned> {
     let forecast = prepared.forecast();
-    let ways = ways(resolved, context, prepared)?;
+    let ways = ways(resolved, session, prepared)?;
     let times = Times::new(&resolved.settings, objective, prepared)?;
     let exchange = Exchange::new(prepared, &times)?;
     let mut numbers = as_json(forecast, &ways);
@@ -333,24 +333,14 @@ pub fn plan(
     Ok(Planned { numbers, tables, problem: too_much(forecast, &ways) })
 }
 
-/// Prints the plan of a run, and writes its numbers to the file of `--json`. Returns an error if the run does not fit into memory.
-pub fn show(planned: Planned, settings: &Settings, context: &Context) -> Result<()> {
-    if let Some(path) = &settings.io.json {
-        let text = serde_json::to_string_pretty(&planned.numbers)?;
-        std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
-    }
-    context.print(&planned.tables)?;
-    planned.problem.map_or(Ok(()), |problem| Err(problem.into()))
-}
-
 /// Returns an error if the permanent part of a run's memory does not fit, and warns if the total does not fit. Both name the flags
 /// that would make it fit.
-pub fn refuse(resolved: &Resolved, context: &Context, prepared: &Prepared) -> Result<()> {
+pub fn refuse(resolved: &Resolved, session: &Session, prepared: &Prepared) -> Result<()> {
     let forecast = prepared.forecast();
     if forecast.allows(&forecast.need) {
         return Ok(());
     }
-    let Some(problem) = too_much(forecast, &ways(resolved, context, prepared)?) else { return Ok(()) };
+    let Some(problem) = too_much(forecast, &ways(resolved, session, prepared)?) else { return Ok(()) };
     if forecast.is_hopeless() {
         return Err(problem.into());
     }
@@ -379,12 +369,12 @@ fn too_much(forecast: &Forecast, ways: &[Way]) -> Option<Problem> {
 /// Returns an error if no flags suffice.
 pub fn fit(
     resolved: &Resolved,
-    context: &Context,
+    session: &Session,
     prepared: &Prepared,
     kept: &[&str],
 ) -> Result<(Flags, Memory)> {
     let forecast = prepared.forecast();
-    let mut ways = ways(resolved, context, prepared)?;
+    let mut ways = ways(resolved, session, prepared)?;
     let Some(problem) = too_much(forecast, &ways) else { return Ok((Flags::new(), forecast.need.memory)) };
     ways.retain(|way| way.flags.iter().all(|(name, _)| !kept.contains(name)));
     let mut way = ways.into_iter().find(|way| forecast.allows(&way.need)).ok_or(problem)?;
@@ -392,7 +382,7 @@ pub fn fit(
     for at in (0..way.flags.len()).rev() {
         let mut flags = way.flags.clone();
         flags.remove(at);
-        let need = with_flags(resolved, context, prepared, &flags, |_, variant| prepared.memory(variant));
+        let need = with_flags(resolved, session, prepared, &flags, |_, variant| prepared.memory(variant));
         if let Some(Ok(need)) = need.filter(|need| need.as_ref().is_ok_and(|need| forecast.allows(need))) {
             way = Way { flags, need };
         }
@@ -462,28 +452,28 @@ pub fn media_flags(s: &Settings, longest: &Longest) -> Vec<Flags> {
 }
 
 /// Returns the flags of [`media_flags`] that shorten the longest prompt of this run.
-pub fn shortening_flags(resolved: &Resolved, context: &Context, prepared: &Prepared) -> Vec<Flags> {
+pub fn shortening_flags(resolved: &Resolved, session: &Session, prepared: &Prepared) -> Vec<Flags> {
     let mut flags = media_flags(&resolved.settings, prepared.longest());
     flags.retain(|flags| {
-        changed(resolved, flags).is_some_and(|settings| shortened(&settings, context, prepared).is_some())
+        changed(resolved, flags).is_some_and(|settings| shortened(&settings, session, prepared).is_some())
     });
     flags
 }
 
 /// Returns the longest rows with other settings of media; `None` if the longest prompt does not become shorter.
-fn shortened(settings: &Settings, context: &Context, prepared: &Prepared) -> Option<Longest> {
+fn shortened(settings: &Settings, session: &Session, prepared: &Prepared) -> Option<Longest> {
     let (own, prompts) =
-        (prepared.longest(), context.prompts(settings, context.checkpoint().ok()?, true).ok()?);
+        (prepared.longest(), session.prompts(settings, session.checkpoint().ok()?, true).ok()?);
     let longest = own.with(&prompts, prepared.variant().plan.objective)?;
     (longest.prompt_tokens() < own.prompt_tokens()).then_some(longest)
 }
 
 /// Returns the run with flags that reduce its memory: flags of media first, then those that change the results least.
-fn ways(resolved: &Resolved, context: &Context, prepared: &Prepared) -> Result<Vec<Way>> {
-    let media = shortening_flags(resolved, context, prepared);
+fn ways(resolved: &Resolved, session: &Session, prepared: &Prepared) -> Result<Vec<Way>> {
+    let media = shortening_flags(resolved, session, prepared);
     let mut ways = Vec::new();
     for flags in reductions(&resolved.settings, prepared, &media) {
-        let need = with_flags(resolved, context, prepared, &flags, |_, variant| prepared.memory(variant));
+        let need = with_flags(resolved, session, prepared, &flags, |_, variant| prepared.memory(variant));
         // Some flags do not apply to this model, such as adapters on weights that are fully trained.
         let Some(Ok(need)) = need else { continue };
         ways.push(Way { flags, need });
@@ -501,17 +491,17 @@ fn ways(resolved: &Resolved, context: &Context, prepared: &Prepared) -> Result<V
 /// flags of media do not shorten the longest prompt.
 fn with_flags<T>(
     resolved: &Resolved,
-    context: &Context,
+    session: &Session,
     prepared: &Prepared,
     flags: &[(&'static str, String)],
     then: impl FnOnce(&Settings, &Variant<'_>) -> T,
 ) -> Option<T> {
     let settings = changed(resolved, flags)?;
-    let checkpoint = context.checkpoint().ok()?;
+    let checkpoint = session.checkpoint().ok()?;
     let media = media_flags(&resolved.settings, prepared.longest());
     let is_of_media = |name: &str| media.iter().any(|flags| flags[0].0 == name);
     let longest = match flags.iter().any(|(name, _)| is_of_media(name)) {
-        true => Some(shortened(&settings, context, prepared)?),
+        true => Some(shortened(&settings, session, prepared)?),
         false => None,
     };
     let objective = prepared.variant().plan.objective;
