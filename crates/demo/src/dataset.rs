@@ -28,8 +28,9 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use crate::DemoError;
-use crate::draw::{CELL_PX, frames, shuffle, stream};
+use crate::draw::{CELL_PX, frames};
 use crate::question::{Form, Kind, Question};
+use crate::random::{shuffle, stream};
 
 const MANIFEST: &str = "manifest.json";
 /// Limit on draws for one row. The space of pictures is so large that one draw is nearly always enough.

@@ -12,6 +12,7 @@ mod draw;
 mod error;
 mod model;
 mod question;
+mod random;
 pub mod talking;
 
 pub use dataset::{Manifest, Sizes, Split, generate};

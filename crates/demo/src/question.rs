@@ -5,7 +5,7 @@
 
 use rand_chacha::ChaCha8Rng;
 
-use crate::draw::{pick, shuffle};
+use crate::random::{pick, shuffle};
 
 /// Subject of a question.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -161,7 +161,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
-    use crate::draw::stream;
+    use crate::random::stream;
 
     fn questions(num: usize) -> Vec<Question> {
         (0..num).map(|row| Question::deal(row, &Form::ALL, &mut stream(5, 0, row as u64, 0))).collect()

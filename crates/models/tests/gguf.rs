@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use half::{bf16, f16};
 use omnigrpo_gguf::{GgufFile, GgufWriter, Metadata, TensorType, Value as Datum};
 use omnigrpo_models::{Checkpoint, GgufPrecision, Model, WeightDtype, convert_gguf};
-use omnigrpo_testkit::models::{golden, load};
+use omnigrpo_testkit::{golden, models::load};
 use omnigrpo_text::{ChatTemplate, StopSet, Tokenizer};
 use serde_json::Value;
 use sha2::{Digest, Sha256};

@@ -12,6 +12,7 @@
 //! Sampling parameters in a checkpoint are ignored: [`SamplingParams`] alone decides.
 
 mod answers;
+mod completion;
 mod environment;
 mod error;
 mod generate;
@@ -20,13 +21,12 @@ mod sample;
 mod session;
 mod zoom;
 
+pub use completion::{Completion, FinishReason};
 pub use environment::{
     Answer, AnswerPart, Environment, Episode, EpisodeKey, Interaction, ModelTurn, answer_calls, append,
 };
 pub use error::{Result, RolloutError};
-pub use generate::{
-    Completion, FinishReason, GenerateOptions, Generated, Generator, MAX_LIVE, Request, TokenEvent,
-};
+pub use generate::{GenerateOptions, Generated, Generator, MAX_LIVE, Request, TokenEvent};
 pub use sample::{SampleKey, SamplingParams, TurnLimits};
 pub use session::{Job, Session, Step, Token};
 pub use zoom::{BoxUnit, ENVIRONMENTS, Zoom, environment, store_picture};

@@ -4,8 +4,8 @@ use omnigrpo_models::{DecoderMemory, Features, Model, Prompt};
 use omnigrpo_ops::{Draw, DrawFrom, GroupCache, Rows, Sampler};
 use omnigrpo_text::{StopMatcher, StopSet, StreamDecoder, Tokenizer};
 
+use crate::completion::{Completion, FinishReason};
 use crate::error::Result;
-use crate::generate::{Completion, FinishReason};
 use crate::sample::{SampleKey, SamplingParams};
 
 /// Sampling parameters and stops, with the tokenizer that they refer to.

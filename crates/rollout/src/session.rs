@@ -12,8 +12,8 @@ use omnigrpo_models::{Model, Prompt};
 use omnigrpo_ops::{DecodeBatch, DecodeRows, GroupCache, Rows};
 use omnigrpo_text::{StopMatcher, StopSet, Tokenizer};
 
+use crate::completion::{Completion, FinishReason};
 use crate::error::{Result, RolloutError};
-use crate::generate::{Completion, FinishReason};
 use crate::rules::{Rules, prefill};
 use crate::sample::{SampleKey, SamplingParams};
 

@@ -17,8 +17,8 @@ use omnigrpo_rewards::{Reward, RewardError, RewardInput, explanation, references
 use omnigrpo_text::Tokenizer;
 
 use crate::error::{BERTSCORE_MODEL, Result, ScorerError};
+use crate::options::ScorerOptions;
 use crate::sentence::framed;
-use crate::table::ScorerOptions;
 
 const NAME: &str = "bertscore";
 /// Number of texts encoded in one batch.

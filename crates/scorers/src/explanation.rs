@@ -25,7 +25,7 @@ use omnigrpo_media::{Limits, probe_image};
 
 use crate::clip_score::{ClipScorer, clip_score};
 use crate::error::{CLIP_MODEL, CLIP_WEIGHT, Result, ScorerError};
-use crate::table::ScorerOptions;
+use crate::options::ScorerOptions;
 
 const NAME: &str = "explanation";
 /// CLIP score of unrelated texts, which earns 0. A score of `CLIP_FLOOR + CLIP_SPAN` earns 1.

@@ -19,7 +19,6 @@ use omnigrpo_ranks::{Launch, Launcher, Lifeline, Local, Mpirun, Ranks, Starters}
 use omnigrpo_train::checkpoint::{self, TrainerState};
 
 use crate::Session;
-use crate::train::is_ignored;
 use omnigrpo_settings::problem::{EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, Problem};
 use omnigrpo_settings::values::Resolved;
 use omnigrpo_settings::{Backend, Settings, binding, flags::Verb};
@@ -414,6 +413,15 @@ fn beside_torch(launch: &Launch, again: &[OsString]) -> Result<i32> {
         let _ = stream.write_all(&[told]);
     }
     code
+}
+
+/// Returns true if the process was started with a signal ignored, as by `nohup`.
+pub fn is_ignored(signal: i32) -> bool {
+    // SAFETY: with a null action, the call only reads the current action and writes it to a value of its type.
+    unsafe {
+        let mut action = std::mem::zeroed::<libc::sigaction>();
+        libc::sigaction(signal, std::ptr::null(), &mut action) == 0 && action.sa_sigaction == libc::SIG_IGN
+    }
 }
 
 #[cfg(test)]

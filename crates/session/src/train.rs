@@ -411,12 +411,3 @@ fn environment(session: &Session) {
         std::env::consts::ARCH,
     ));
 }
-
-/// Returns true if the process was started with a signal ignored, as by `nohup`.
-pub fn is_ignored(signal: i32) -> bool {
-    // SAFETY: with a null action, the call only reads the current action and writes it to a value of its type.
-    unsafe {
-        let mut action = std::mem::zeroed::<libc::sigaction>();
-        libc::sigaction(signal, std::ptr::null(), &mut action) == 0 && action.sa_sigaction == libc::SIG_IGN
-    }
-}

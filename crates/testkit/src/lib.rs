@@ -5,8 +5,10 @@
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
 pub mod differences;
+mod golden;
 pub mod hub;
 pub mod models;
 pub mod rows;
 
+pub use golden::golden;
 pub use models::*;

@@ -13,6 +13,8 @@ use omnigrpo_ops::{AttentionLayout, Card, Device, Param, Tape};
 use omnigrpo_text::{MediumKind, Span};
 use safetensors::{Dtype, SafeTensors};
 
+use crate::golden::golden;
+
 /// Checkpoints of the cases in `cases/`.
 pub const CHECKPOINTS: [&str; 2] = ["qwen2_vl_tied", "qwen2_5_vl_tied"];
 /// One of each family and of each kind of decoder and tower, with a case of [`case_prompt`].
@@ -37,10 +39,6 @@ pub const FAMILIES: [(&str, &str); 15] = [
 pub const TEXTS: [&str; 4] = ["qwen2", "qwen3", "qwen3_moe", "llama"];
 /// One of each Qwen-VL.
 pub const QWENS: [&str; 3] = ["qwen2_vl_tied", "qwen2_5_vl_tied", "qwen3_vl"];
-
-pub fn golden(path: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden").join(path)
-}
 
 /// Opens a checkpoint and loads it.
 pub fn load(dir: &Path, dtype: WeightDtype) -> omnigrpo_models::Result<Model> {

@@ -9,7 +9,7 @@ use omnigrpo_models::{
 
 use omnigrpo_text::MediumKind;
 
-use crate::models::golden;
+use crate::golden::golden;
 
 /// Checkpoints and the cases they have results for.
 pub const INTERNVL: [(&str, &str); 8] = [

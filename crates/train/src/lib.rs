@@ -74,7 +74,7 @@ pub use plan::{
     RowPlan, RunPlan, RunSummary, SavePlan, SaveWhen, SchedulePlan, Signals, SyncReference, TrainSetup,
 };
 pub use policy::{ModelPlan, Policy, weights_fit};
-pub use prepare::{Forecast, Limit, Need, Output, Prepared, Run, Trained, Variant, fits};
+pub use prepare::{Forecast, Limit, Need, Output, Prepared, Run, Variant, fits};
 pub use records::environment_turns;
 pub use replay::replay;
 pub use resume::{MICRO_BATCHES, PROMPTS};
@@ -82,7 +82,7 @@ pub use rollouts::{Group, Rollouts, Scored};
 pub use rows::{
     Making, PreparedRow, RowSource, SkipPolicy, SkippedRow, Unusable, media_paths, prepare, requests,
 };
-pub use run::train;
+pub use run::{Trained, train};
 pub use saved_turns::SavedTurn;
 pub use schedule::{Schedule, ScheduleKind};
 pub use scoring::{applies, probe, score};

@@ -30,11 +30,11 @@ use crate::length::Length;
 use crate::longest::{Longest, PREPARED, TYPICAL};
 use crate::memory::{Memory, MemoryOf, MemoryPlan, ReferenceKept, memory};
 use crate::optimizer::AdamWConfig;
-use crate::plan::{Curves, Objective, Observer, RunPlan, RunSummary, Signals, TrainSetup};
+use crate::plan::{Curves, Objective, Observer, RunPlan, Signals, TrainSetup};
 use crate::policy::{ModelPlan, Policy};
 use crate::resume;
 use crate::room;
-use crate::run::train;
+use crate::run::{Trained, train};
 use crate::selection::Selection;
 use crate::split::{GradientSum, Shard, Split};
 use crate::step::{Algorithm, Divided};
@@ -201,14 +201,6 @@ pub struct Output {
     pub signals: Signals,
     /// Function that draws the picture of the model card; `None` for a card without one.
     pub curves: Option<Curves>,
-}
-
-/// A trained model and the summary of its run.
-pub struct Trained {
-    /// Model after the last update.
-    pub model: Model,
-    /// Summary of the run.
-    pub summary: RunSummary,
 }
 
 impl Run {

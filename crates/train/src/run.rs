@@ -26,7 +26,6 @@ use crate::length::Length;
 use crate::optimizer::AdamW;
 use crate::pass::{entropies, old_logprobs, reference_logprobs};
 use crate::plan::{Curves, Objective, Observer, RunPlan, RunSummary, Signals, TrainSetup};
-use crate::prepare::Trained;
 use crate::records::Records;
 use crate::replay::replay;
 use crate::resume::Resumed;
@@ -37,6 +36,14 @@ use crate::rows::{Making, PreparedRow, RowSource};
 use crate::schedule::Schedule;
 use crate::step::{Collector, Divided, UpdateAt, update};
 use crate::timing::{gpu_load, timed};
+
+/// A trained model and the summary of its run.
+pub struct Trained {
+    /// Model after the last update.
+    pub model: Model,
+    /// Summary of the run.
+    pub summary: RunSummary,
+}
 
 /// Runs GRPO or supervised training, without the checks of [`Run::prepare`](crate::Run::prepare).
 ///

@@ -13,9 +13,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::Error;
-use crate::index::{Followed, Lines, Recent, Stamp};
+use crate::index::{Followed, Lines, Recent};
 use crate::rollouts::{category, category_column, has_answer};
 use crate::run::{MAX_STEPS, Run};
+use crate::stamp::Stamp;
 
 /// Largest number of completions in the catalogues of all runs.
 const MAX_COMPLETIONS: usize = 4 << 20;

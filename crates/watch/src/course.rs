@@ -8,8 +8,9 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use crate::Error;
-use crate::index::{Followed, Lines, Stamp};
+use crate::index::{Followed, Lines};
 use crate::run::Run;
+use crate::stamp::Stamp;
 
 /// Largest number of steps that are kept. Later ones are left out.
 const MAX_STEPS: usize = 1 << 20;

@@ -13,8 +13,9 @@ use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::{Map, Value, json};
 
 use crate::Error;
-use crate::index::{Followed, Lines, Recent, Stamp};
+use crate::index::{Followed, Lines, Recent};
 use crate::run::Run;
+use crate::stamp::Stamp;
 
 /// Largest number of rows in a response that has every row.
 const MOST_ROWS: usize = 2000;

@@ -1,14 +1,14 @@
 //! Line index of logs: the offset and a summary of each record, so that a file is never held in memory as a whole.
 
 use std::collections::VecDeque;
-use std::fs::{File, Metadata};
+use std::fs::File;
 use std::io::{BufRead, BufReader, Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::SystemTime;
 
 use crate::Error;
 use crate::run::Run;
+use crate::stamp::Stamp;
 
 /// Longest line that is read, in bytes. Longer lines are skipped.
 pub(crate) const MAX_LINE_BYTES: u64 = 32 << 20;
@@ -24,25 +24,6 @@ pub(crate) struct Entry<T> {
     pub(crate) bytes: u64,
     /// Summary that is available without reading the line again.
     pub(crate) brief: T,
-}
-
-/// Identity of the file at a path. It changes when the file is written or replaced.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Stamp {
-    /// Inode, which differs between a file and its replacement; 0 on systems without inodes.
-    pub(crate) id: u64,
-    pub(crate) bytes: u64,
-    pub(crate) modified: Option<SystemTime>,
-}
-
-impl Stamp {
-    pub(crate) fn of(meta: &Metadata) -> Self {
-        #[cfg(unix)]
-        let id = std::os::unix::fs::MetadataExt::ino(meta);
-        #[cfg(not(unix))]
-        let id = 0;
-        Self { id, bytes: meta.len(), modified: meta.modified().ok() }
-    }
 }
 
 /// Knowledge about a run that grows with its files.

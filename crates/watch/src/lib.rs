@@ -46,6 +46,7 @@ mod report;
 mod rollouts;
 mod run;
 mod server;
+mod stamp;
 mod table;
 mod tensorboard;
 mod terminal;

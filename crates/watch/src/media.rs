@@ -17,7 +17,7 @@ use omnigrpo_media::{
 use serde_json::{Value, json};
 
 use crate::Error;
-use crate::index::Stamp;
+use crate::stamp::Stamp;
 
 /// Largest number of frames in the preview of a clip.
 const PREVIEW_FRAMES: usize = 16;

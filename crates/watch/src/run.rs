@@ -12,7 +12,7 @@ use omnigrpo_observe::{names, step_of};
 use serde::Serialize;
 
 use crate::Error;
-use crate::index::Stamp;
+use crate::stamp::Stamp;
 
 const METRICS: &str = "metrics.jsonl";
 const CONFIG: &str = "config.yaml";

@@ -12,8 +12,8 @@ use serde::Serialize;
 
 use crate::Error;
 use crate::course::{Course, Happened};
-use crate::index::Stamp;
 use crate::run::{Metrics, Run};
+use crate::stamp::Stamp;
 use crate::verdict::{Judged, Kind, Measure, Measured};
 
 /// State of the files from which a line is computed. The same state gives the same line.

@@ -5,7 +5,7 @@ use image::{Rgb, RgbImage};
 use rand_chacha::ChaCha8Rng;
 
 use super::{Emotion, real};
-use crate::draw::pick;
+use crate::random::pick;
 
 /// Side of a frame, pixels.
 pub(super) const SIDE_PX: u32 = 32;

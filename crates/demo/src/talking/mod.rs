@@ -29,7 +29,7 @@ use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 
 use crate::DemoError;
-use crate::draw::{pick, shuffle, stream};
+use crate::random::{pick, shuffle, stream};
 
 pub use voice::SAMPLE_RATE_HZ;
 

@@ -4,7 +4,7 @@
 use rand_chacha::ChaCha8Rng;
 
 use super::{Emotion, real};
-use crate::draw::pick;
+use crate::random::pick;
 
 /// Samples per second.
 pub const SAMPLE_RATE_HZ: u32 = 16_000;

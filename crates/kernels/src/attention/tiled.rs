@@ -75,7 +75,7 @@ simd_fn! {
 
 /// Returns true if this CPU has tiles and the vector instructions that go with them, and the heads are not empty.
 pub(super) fn available(shape: Shape) -> bool {
-    shape.head_dim > 0 && amx::available() && vector_lanes() == LANES
+    shape.head_dim > 0 && crate::tiles::available() && vector_lanes() == LANES
 }
 
 /// A block and the position of its lanes in a unit.

@@ -5,8 +5,7 @@ use std::arch::x86_64::*;
 
 use half::bf16;
 
-use crate::probe;
-use crate::simd::{self, Instructions, Simd};
+use crate::simd::{Simd, prefetch};
 use crate::workspace::{Line, reserve};
 
 /// Number of elements of the inner dimension that one instruction processes.
@@ -39,11 +38,6 @@ impl Default for Config {
     fn default() -> Self {
         Self { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] }
     }
-}
-
-/// Returns true if tiles for bf16 work on this machine and [`crate::limit_instructions`] permits them.
-pub(crate) fn available() -> bool {
-    probe::amx().works && simd::allowed(Instructions::Best)
 }
 
 /// The tile configuration of this thread during a product. All tiles have 16 rows of 64 bytes, except that tiles of the right
@@ -287,7 +281,7 @@ impl<T: Element> Half<T> {
             return _mm512_setzero_ps();
         }
         let from = self.from.wrapping_add(i * self.line);
-        simd::prefetch(from.wrapping_add(self.ahead));
+        prefetch(from.wrapping_add(self.ahead));
         // SAFETY: guaranteed by this function's contract.
         unsafe { T::load(from, if WHOLE { !0 } else { self.lines.mask }) }
     }

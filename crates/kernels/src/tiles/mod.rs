@@ -49,7 +49,7 @@ use crate::paths::Path;
 #[must_use]
 pub(crate) fn available() -> bool {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    return amx::available();
+    return crate::probe::amx().works && crate::simd::allowed(crate::simd::Instructions::Best);
     #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
     false
 }
@@ -105,7 +105,7 @@ pub(crate) unsafe fn multiply(
     rounding: Option<Path>,
 ) -> bool {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    if k > 0 && rounding.map_or_else(amx::available, |path| path != Path::Widened) {
+    if k > 0 && rounding.map_or_else(available, |path| path != Path::Widened) {
         debug_assert!(lefts.windows(2).all(|w| (w[0].outer, w[0].inner) == (w[1].outer, w[1].inner)));
         if lefts.iter().all(|left| left.rows == 0) || rights.iter().all(|right| right.columns == 0) {
             return true;

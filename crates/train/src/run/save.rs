@@ -11,7 +11,7 @@ use crate::checkpoint::{self, TrainerState};
 use crate::error::{NEWEST, RESUME, Result};
 use crate::model_card;
 use crate::plan::{RunSummary, SaveWhen};
-use crate::prepare::Trained;
+use crate::run::Trained;
 
 impl Loop {
     /// Returns true on the first rank if another thread asks for a checkpoint, or if the last one is too old.

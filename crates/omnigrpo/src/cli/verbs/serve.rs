@@ -13,7 +13,7 @@ use signal_hook::flag;
 use super::print;
 use crate::settings::Settings;
 use omnigrpo_session::heap;
-use omnigrpo_session::train::is_ignored;
+use omnigrpo_session::ranks::is_ignored;
 use omnigrpo_session::{Session, setup};
 
 /// Serves a model until a signal ends the program.

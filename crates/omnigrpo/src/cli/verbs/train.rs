@@ -8,7 +8,8 @@ use anyhow::{Context as _, Result};
 use omnigrpo_observe::{AskedBy, Event};
 use omnigrpo_session::Session;
 use omnigrpo_session::plan::Planned;
-use omnigrpo_session::train::{is_ignored, once, planned};
+use omnigrpo_session::ranks::is_ignored;
+use omnigrpo_session::train::{once, planned};
 use omnigrpo_train::{Objective, ResumeFrom, RunSummary};
 
 use super::print;
