@@ -214,6 +214,60 @@ fn a_run_records_the_answers_to_a_rubric() {
     assert!(tried.stdout.contains("care: from 0"), "{}", tried.stdout);
 }
 
+/// A model that has learned one reply answers a rubric through the server. Before, its replies are none, which is an error.
+#[test]
+fn a_rubric_asks_the_server() {
+    let place = Place::new();
+    place.write("care.yaml", CARE);
+    let mut options = RewardOptions::default();
+    options.external.judge_api_key = Some(KEY.to_owned());
+    options.external.judge_model = "grader".to_owned();
+    options.external.retries = 0;
+    let columns = serde_json::Map::new();
+    let input = RewardInput {
+        prompt: "Which shape is red?",
+        turns: &[],
+        added_turns: 0,
+        is_text: false,
+        completion: "The square.",
+        completion_ids: &[],
+        solution: None,
+        columns: &columns,
+        think: Think::Off,
+        media_paths: &[],
+        media: &[],
+        key: RowKey { seed: 0, step: 0, row: 0, sample: 0 },
+        truncated: false,
+    };
+    let score = |url: &str| {
+        let spec = format!("rubric:{}@{url}", place.path("care.yaml").display());
+        let rewards = omnigrpo_rewards::build(&[spec], &options).unwrap();
+        rewards.score(&[input]).map_err(|error| error.to_string())
+    };
+    let (asked, questions) = std::sync::mpsc::channel();
+    let refusing = judge(move |question| {
+        asked.send(question).unwrap();
+        (400, String::new())
+    });
+    assert!(score(&refusing).unwrap_err().contains("status 400"));
+    let question = questions.recv().unwrap();
+    let code = code_of(&question);
+    let limits = "--served_model_name grader --max_completion_length 48 --temperature 0";
+    let error = score(&Serving::start(&place, &format!("M {limits}")).url).unwrap_err();
+    assert!(error.contains(&format!("no JSON object with the code \"{code}\"")), "{error}");
+
+    let reply = json!({ "code": code, "right": "yes", "clear": 2 });
+    let row = json!({ "problem": question, "solution": reply.to_string() });
+    place.write("taught.jsonl", format!("{row}\n"));
+    place
+        .run("sft --model M --threads 1 --allow_text_only --train_file taught.jsonl --gradient_accumulation_steps 1 --max_steps 60 --learning_rate 1e-2 --output_dir taught")
+        .ok();
+    let scored = score(&Serving::start(&place, &format!("taught {limits}")).url).unwrap();
+    // (3 · 1 + 0.25) / 4.
+    assert_eq!(scored.total, [Some(0.8125)]);
+    assert_eq!(scored.logged.metrics["rewards/rubric/clear"], 2.0);
+}
+
 #[test]
 fn a_signal_ends_the_server_after_its_requests() {
     let place = Place::new();
