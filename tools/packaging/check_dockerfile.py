@@ -41,6 +41,19 @@ def ignored(path, patterns):
     return any(fnmatch.fnmatch(str(p), pattern) for p in [path, *path.parents] for pattern in patterns)
 
 
+def check_packages(wanted):
+    """Asks the Python index whether packages exist in these versions; nothing without a network."""
+    asked = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed", "--break-system-packages", *wanted]
+    done = subprocess.run(asked, capture_output=True, text=True)
+    if not done.returncode:
+        return
+    said = done.stderr.strip().splitlines()[-1:]
+    if "No matching distribution" in done.stderr and "Retrying" not in done.stderr:
+        problem(f"pip install {' '.join(wanted)}: {said}")
+    else:
+        print(f"NOTICE: the index was not asked for {' '.join(wanted)}: {said}")
+
+
 def check_shell(script):
     checked = subprocess.run(["sh", "-n", "-c", script], capture_output=True, text=True)
     if checked.returncode:
@@ -53,6 +66,8 @@ def check_shell(script):
                     problem(f"apt knows no package {name}")
         if "rm -rf /var/lib/apt/lists" not in script:
             problem(f"RUN {script}: leaves apt's lists in the image")
+    for command in re.findall(r"pip install ([^&|;]*)", script):
+        check_packages([word for word in shlex.split(command) if not word.startswith("-")])
     if (profile := re.search(r"--profile (\S+)", script)) and profile[1] not in tomllib.loads((ROOT / "Cargo.toml").read_text())["profile"]:
         problem(f"Cargo.toml has no profile {profile[1]}")
 
@@ -69,6 +84,8 @@ def main():
                     problem(f"FROM {image}: expected a version")
                 if image.startswith("rust:") and not image.startswith(f"rust:{channel}"):
                     problem(f"FROM {image}: rust-toolchain.toml says {channel}")
+                if stages and user in (None, "root", "0") and stage != "build":
+                    problem(f"the image of stage {stage} runs as root")
                 stage = name[0] if name else f"stage {len(stages)}"
                 stages[stage], workdir, user = [], Path("/"), None
             case "WORKDIR":
@@ -99,6 +116,9 @@ def main():
                             problem(f"COPY {source}: stage {origin[1]} makes {', '.join(map(str, made))}")
             case "USER":
                 user = rest
+            case "ENV":
+                if not all(re.fullmatch(r"\w+=\S+", word) for word in shlex.split(rest)):
+                    problem(f"ENV {rest}: expected NAME=VALUE")
             case "ENTRYPOINT" | "CMD":
                 try:
                     assert isinstance(json.loads(rest), list)
