@@ -170,6 +170,7 @@ fn wrong_plans_and_batches_are_refused() {
     broken[5] = f64::NEG_INFINITY;
     assert!(refused(of(2, 0.5), 2, &broken).contains("completion 0, token 2 is -inf"));
     assert!(
-        refused(plan(Divergence::Sampled), 2, &logp).contains("Batch::teacher needs a divergence over the teacher")
+        refused(plan(Divergence::Sampled), 2, &logp)
+            .contains("Batch::teacher needs a divergence over the teacher")
     );
 }

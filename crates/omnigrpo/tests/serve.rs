@@ -219,6 +219,14 @@ fn a_run_records_the_answers_to_a_rubric() {
 fn a_rubric_asks_the_server() {
     let place = Place::new();
     place.write("care.yaml", CARE);
+    // The judge reads a longer text than the tiny model's positions allow.
+    omnigrpo_testkit::copy_dir(
+        &omnigrpo_testkit::golden("checkpoints/qwen2_5_vl_tied"),
+        &place.path("judge"),
+    );
+    let config = std::fs::read_to_string(place.path("judge/config.json")).unwrap();
+    let longer = config.replace("\"max_position_embeddings\": 512", "\"max_position_embeddings\": 2048");
+    place.write("judge/config.json", longer);
     let mut options = RewardOptions::default();
     options.external.judge_api_key = Some(KEY.to_owned());
     options.external.judge_model = "grader".to_owned();
@@ -253,14 +261,14 @@ fn a_rubric_asks_the_server() {
     let question = questions.recv().unwrap();
     let code = code_of(&question);
     let limits = "--served_model_name grader --max_completion_length 48 --temperature 0";
-    let error = score(&Serving::start(&place, &format!("M {limits}")).url).unwrap_err();
+    let error = score(&Serving::start(&place, &format!("judge {limits}")).url).unwrap_err();
     assert!(error.contains(&format!("no JSON object with the code \"{code}\"")), "{error}");
 
     let reply = json!({ "code": code, "right": "yes", "clear": 2 });
     let row = json!({ "problem": question, "solution": reply.to_string() });
     place.write("taught.jsonl", format!("{row}\n"));
     place
-        .run("sft --model M --threads 1 --allow_text_only --train_file taught.jsonl --gradient_accumulation_steps 1 --max_steps 60 --learning_rate 1e-2 --output_dir taught")
+        .run("sft --model judge --threads 1 --allow_text_only --train_file taught.jsonl --gradient_accumulation_steps 1 --max_steps 60 --learning_rate 1e-2 --output_dir taught")
         .ok();
     let scored = score(&Serving::start(&place, &format!("taught {limits}")).url).unwrap();
     // (3 · 1 + 0.25) / 4.
