@@ -29,7 +29,7 @@ def settings(program):
 
 
 def used():
-    words = (HERE / "train.sbatch").read_text().split("omnigrpo train", 1)[1] + (HERE / "pod.yaml").read_text()
+    words = (HERE / "train.sbatch").read_text().split("omnigrpo train", 1)[1] + (HERE / "pod.yml").read_text()
     return set(re.findall(r"(?<![\w-])--([a-z_]+)(?=[ =\n])", words)) - {"target"}
 
 
