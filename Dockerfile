@@ -21,7 +21,7 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends ffmpeg openmpi-bin openssh-client python3 python3-venv \
     && rm -rf /var/lib/apt/lists/*
 RUN python3 -m venv /opt/cuda \
-    && /opt/cuda/bin/pip install --no-cache-dir 'nvidia-cuda-nvrtc>=13,<14' 'nvidia-cublas>=13,<14' nvidia-nccl-cu13
+    && /opt/cuda/bin/pip install --no-cache-dir 'nvidia-cuda-nvrtc>=13,<14' 'nvidia-cublas>=13,<14' 'nvidia-nccl-cu13>=2.27,<3'
 ENV VIRTUAL_ENV=/opt/cuda NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 RUN useradd --create-home --uid 1000 omnigrpo
 COPY --from=build /src/target/dist/omnigrpo /usr/local/bin/omnigrpo

@@ -103,7 +103,7 @@ def run(name, args):
         for seed in args.seeds:
             for iterations in ITERATIONS[name]:
                 of = results.setdefault(name, {}).setdefault(str(iterations), {})
-                for variant, more in VARIANTS.items():
+                for index, (variant, more) in enumerate(VARIANTS.items()):
                     if str(seed) in of.get(variant, {}):
                         continue
                     if variant == "distillation":
@@ -111,7 +111,7 @@ def run(name, args):
                             train(args.binary, task, scratch / "teacher", TEACHER_SEED, args.threads, {})
                             teacher = task.model(scratch / "teacher")
                         more = more | dict(teacher_model_name_or_path=teacher)
-                    out = scratch / f"{seed}-{iterations}-{len(of)}"
+                    out = scratch / f"{seed}-{iterations}-{index}"
                     done = train(args.binary, task, out, seed, args.threads, dict(num_iterations=iterations) | more)
                     of.setdefault(variant, {})[str(seed)] = done | dict(commit=commit(), machine=machine(cpus)["cpu"])
                     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
@@ -152,7 +152,8 @@ def draw(_name, _args):
         "questions in %: the mean of the seeds, with the lowest and the highest of them. *On the way* is the mean of all evaluations after the start,",
         "which is higher if a recipe learns earlier. *75 % at step* is the mean step at which the line between two evaluations crosses it. `beta`",
         "is 0 unless named. With one update per rollout, nothing is clipped: recipes then differ in",
-        "how they weigh tokens and groups alone.", "",
+        "how they weigh tokens and groups alone. Most differences lie within the range of the seeds. The teacher of *distillation* was trained by",
+        "reward on the same rows, which is not counted.", "",
         "![held-out accuracy by step](recipes.svg)",
     ]
     for axis, (name, iterations) in zip(axes, panels):
@@ -177,7 +178,7 @@ def draw(_name, _args):
             if runs:
                 ends = [100 * last(run) for run in runs]
                 steps = [step for step in map(reached, runs) if step is not None]
-                when = f"{mean(steps):.0f}" + ("" if len(steps) == len(runs) else f" (of {len(steps)} seeds)") if steps else "never"
+                when = f"{mean(steps):.0f}" + ("" if len(steps) == len(runs) else f" ({len(steps)} of {len(runs)} seeds)") if steps else "never"
                 lines.append(
                     f"| {variant} | {len(runs)} | {mean(ends):.1f} ({min(ends):.1f} to {max(ends):.1f}) | {100 * mean(map(area, runs)):.1f} "
                     f"| {when} |"
