@@ -76,11 +76,11 @@
 //! Errors name the failure, the value found and the value expected. Every crate below has its own error types: for rows,
 //! [`DataError`] is about a dataset and [`RowError`] about one row, which a run may skip. A message does not repeat its
 //! [source](std::error::Error::source), so print the chain (as `{:#}` of `anyhow` does). [`train()`] and [`evaluate`] return
-//! [`TrainError`]. Nothing here prints or ends the process, and only [`session`] reads environment variables.
+//! [`TrainError`]. Nothing here prints, reads environment variables or ends the process, except [`session`].
 //!
 //! # Features
 //!
-//! `cli` (default) adds the program and its dependencies. `https` and `parquet` (default) add rewards behind TLS and rows in parquet
+//! `cli` (default) adds the program, and `session` (part of it) the commands as functions; both need Unix. `https` and `parquet` (default) add rewards behind TLS and rows in parquet
 //! tables; both build C.
 
 #![warn(missing_docs)]
@@ -115,7 +115,6 @@ pub use omnigrpo_rollout::{
     Generated, Generator, Interaction, ModelTurn, Request, RolloutError, SamplingParams, TokenEvent,
     TurnLimits, answer_calls, append,
 };
-pub use omnigrpo_session as session;
 pub use omnigrpo_settings as settings;
 pub use omnigrpo_text::{RenderOptions, Tokenizer};
 pub use omnigrpo_train::{
@@ -128,6 +127,18 @@ pub use omnigrpo_train::{
 pub use training::{Front, Inputs, StepReport, TrainPlan, train};
 
 pub use omnigrpo_demo as demo;
+
+/// The commands of the program in the process of another one: settings by name, and rewards and an environment as functions.
+///
+/// [`train`](session::train), [`evaluate`](session::evaluate) and [`plan`](session::plan) take [resolved](session::checked) settings and return
+/// values. [`connect`](session::connect) makes this process a rank of a run with several processes; it may end the process together with
+/// the other ranks.
+#[cfg(feature = "session")]
+pub mod session {
+    pub use omnigrpo_session::{
+        Caller, Functions, Loaded, checked, connect, evaluate, given, leave, plan, read, train,
+    };
+}
 
 /// Parts of a model family; `examples/own_family.rs` defines one.
 ///

@@ -10,8 +10,8 @@ use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_observe::{Console, Metric, RunLock, StepProgress, Trackers};
 use omnigrpo_rewards::{Corpus, RewardSet};
 use omnigrpo_rollout::Interaction;
-use omnigrpo_session::build;
 use omnigrpo_settings::binding::verb_of;
+use omnigrpo_settings::build;
 use omnigrpo_settings::{Settings, Values};
 use omnigrpo_train::{
     AdamWConfig, Algorithm, EvalOptions, EvalPlan, Evaluation, Observer, Output, Policy, Result, Rollouts,

@@ -16,7 +16,7 @@ use omnigrpo_watch::{
 use crate::Session;
 
 /// Starts the trackers of a run. Leaves out a tracker that cannot start, with a warning.
-pub fn trackers(
+pub(crate) fn trackers(
     resolved: &Resolved,
     directory: &Path,
     session: &Session,
@@ -69,7 +69,7 @@ pub fn trackers(
 
 /// Serves the page of a run that is about to begin, if the settings request it. Through the page, the run can be stopped as with
 /// Ctrl-C, and asked for a checkpoint.
-pub fn beside(settings: &Settings, directory: &Path, session: &Session) -> Result<Option<Server>> {
+pub(crate) fn beside(settings: &Settings, directory: &Path, session: &Session) -> Result<Option<Server>> {
     if !settings.log.dashboard {
         return Ok(None);
     }

@@ -2,8 +2,8 @@
 //!
 //! A [`Session`] has the resources: console, device, checkpoint, environment, ranks. [`train()`], [`evaluate()`], [`plan()`] and [`Loaded`]
 //! run a command in the process of another program, such as an interpreter of Python, with the settings, checks and records of the
-//! command line, and functions of that program as rewards and observers. They handle no signals, read no arguments and end no process. The
-//! command line prints what the same functions return.
+//! command line, and functions of that program as rewards and observers. They handle no signals, read no
+//! arguments and end no process, except [`connect`] and [`leave`]: ranks end together.
 //!
 //! ```
 //! use omnigrpo_session::{Caller, checked, given, train};
@@ -33,7 +33,6 @@
 
 #![warn(missing_docs)]
 
-pub mod build;
 mod calls;
 pub mod evaluate;
 pub mod family;

@@ -314,7 +314,7 @@ pub struct Planned {
 }
 
 /// Predicts the memory and the time of a run.
-pub fn plan(
+pub(crate) fn plan(
     resolved: &Resolved,
     session: &Session,
     objective: Objective,
@@ -335,7 +335,7 @@ pub fn plan(
 
 /// Returns an error if the permanent part of a run's memory does not fit, and warns if the total does not fit. Both name the flags
 /// that would make it fit.
-pub fn refuse(resolved: &Resolved, session: &Session, prepared: &Prepared) -> Result<()> {
+pub(crate) fn refuse(resolved: &Resolved, session: &Session, prepared: &Prepared) -> Result<()> {
     let forecast = prepared.forecast();
     if forecast.allows(&forecast.need) {
         return Ok(());

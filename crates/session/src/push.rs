@@ -83,7 +83,7 @@ fn repository(settings: &Settings, dir: &Path) -> Result<String, Problem> {
 type Beside = Arc<Mutex<Option<(u64, JoinHandle<()>)>>>;
 
 /// Sender of the models of a run to a repository.
-pub struct Pusher {
+pub(crate) struct Pusher {
     hub: Arc<Hub>,
     /// Name of the repository, `ORG/NAME`.
     repo: String,

@@ -146,7 +146,7 @@ impl Rank {
 /// Checks that all ranks have the same version of the program and the same settings, apart from those of a rank.
 pub fn check_settings(resolved: &Resolved, ranks: &Ranks) -> Result<()> {
     let own = resolved.values.common().map(|(flag, value)| (flag.name.to_owned(), value));
-    let version = ("version of omnigrpo".to_owned(), env!("CARGO_PKG_VERSION").into());
+    let version = ("version of omnigrpo".to_owned(), omnigrpo_observe::version().into());
     Ok(omnigrpo_train::check_ranks(
         ranks,
         "the program or its settings",
@@ -155,7 +155,7 @@ pub fn check_settings(resolved: &Resolved, ranks: &Ranks) -> Result<()> {
 }
 
 /// Returns the result of this rank if no rank has failed, else the failure of the first rank that has one.
-pub fn together<T>(ranks: &Ranks, own: Result<T>) -> Result<T> {
+pub(crate) fn together<T>(ranks: &Ranks, own: Result<T>) -> Result<T> {
     if ranks.size() == 1 {
         return own;
     }
@@ -179,7 +179,7 @@ pub fn together<T>(ranks: &Ranks, own: Result<T>) -> Result<T> {
 
 /// Runs `make` on the first rank and then on the others, which find what the first one has left in caches. `ready` is the result of
 /// this rank's preparation.
-pub fn in_order<T>(ranks: &Ranks, ready: Result<()>, make: impl Fn() -> Result<T>) -> Result<T> {
+pub(crate) fn in_order<T>(ranks: &Ranks, ready: Result<()>, make: impl Fn() -> Result<T>) -> Result<T> {
     let (mut ready, mut made) = (ready, None);
     for of_first in [true, false] {
         let own = match ranks.is_first() == of_first {
@@ -192,7 +192,7 @@ pub fn in_order<T>(ranks: &Ranks, ready: Result<()>, make: impl Fn() -> Result<T
 }
 
 /// Connects the GPUs of all ranks, unless the settings choose MPI.
-pub fn connect_gpus(session: &Session, settings: &Settings, device: Device) -> Result<()> {
+pub(crate) fn connect_gpus(session: &Session, settings: &Settings, device: Device) -> Result<()> {
     let (ranks, backend) = (&session.ranks, settings.ranks.backend);
     if ranks.size() == 1 {
         return Ok(());
@@ -231,7 +231,7 @@ pub fn connect_gpus(session: &Session, settings: &Settings, device: Device) -> R
 
 /// Returns the number of threads of a rank: the cores that it may use, divided by the ranks that may use the same cores. Warns if a
 /// launcher has bound ranks to single cores.
-pub fn threads(ranks: &Ranks, local: Local, console: &Console) -> Result<usize> {
+pub(crate) fn threads(ranks: &Ranks, local: Local, console: &Console) -> Result<usize> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let cores = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap_or_default();
     let own = (local.machine, cores.trim().to_owned());
@@ -272,7 +272,7 @@ fn listed(list: &str) -> Option<Vec<usize>> {
 }
 
 /// Returns the number of gradient leaves: the given one, that of the checkpoint from which the run resumes, or that of the ranks.
-pub fn leaves(settings: &Settings, ranks: &Ranks, output_dir: &Path) -> Result<usize> {
+pub(crate) fn leaves(settings: &Settings, ranks: &Ranks, output_dir: &Path) -> Result<usize> {
     if let Some(given) = settings.algorithm.split.leaves {
         return Ok(given);
     }
@@ -285,7 +285,7 @@ pub fn leaves(settings: &Settings, ranks: &Ranks, output_dir: &Path) -> Result<u
 
 /// Returns the state of the checkpoint from which a run in this directory resumes. A checkpoint that cannot be read is reported
 /// when the run resumes.
-pub fn saved(settings: &Settings, output_dir: &Path) -> Option<TrainerState> {
+pub(crate) fn saved(settings: &Settings, output_dir: &Path) -> Option<TrainerState> {
     use omnigrpo_train::ResumeFrom;
     let path = match &settings.run.resume.from {
         ResumeFrom::Start => None,

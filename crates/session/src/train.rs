@@ -20,11 +20,11 @@ use crate::notify::Notifier;
 use crate::plan::{self, Planned};
 use crate::push::Pusher;
 use crate::ranks::{connect_gpus, in_order, leaves, saved, together};
-use crate::{Session, build, follow, profile, setup};
+use crate::{Session, follow, profile, setup};
 use omnigrpo_settings::flags::find;
 use omnigrpo_settings::values::{Given, Origin, Raw};
 use omnigrpo_settings::{
-    BatchUnit, Problem, Resolved, Settings, binding, command, print_config, read_deepspeed,
+    BatchUnit, Problem, Resolved, Settings, binding, build, command, print_config, read_deepspeed,
 };
 
 /// Predicts the memory and the time of a run.

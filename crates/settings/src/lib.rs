@@ -21,6 +21,7 @@
 //! ```
 
 pub mod binding;
+pub mod build;
 pub mod cards;
 pub mod config;
 pub mod deepspeed;

@@ -2,11 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
-use omnigrpo_settings::binding::{binding, earlier, free, shaping};
-use omnigrpo_settings::values::Values;
-use omnigrpo_settings::{Settings, Verb};
 use omnigrpo_train::{AdamWConfig, Divided, Run, RunPlan, Selection};
 use serde_json::{Map, Value};
+
+use crate::binding::{binding, earlier, free, shaping};
+use crate::values::Values;
+use crate::{Settings, Verb};
 
 /// Plan of a run, and the settings that stand for it.
 pub struct Plan<'a> {
@@ -32,7 +33,7 @@ pub struct Plan<'a> {
     pub code: Map<String, Value>,
 }
 
-/// Returns the run of a plan. `inputs` has the model, the rows, the rewards and the rest that is not data; `directory` is its
+/// Returns the run of a plan. `inputs` has what is live: the model, the rows, the rewards; `directory` is its
 /// directory, or `None` to only plan it.
 pub fn run(inputs: Run, plan: Plan<'_>, directory: Option<&Path>) -> Run {
     let (values, settings, verb) = plan.settings;
