@@ -30,7 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs/guide"
-ITEM = re.compile(r"<!-- (prepare|file|not run|fails): (.*?) -->|^```(\w*)\n(.*?)^```$", re.S | re.M)
+ITEM = re.compile(r"<!-- (prepare|file|not run|fails):\s+(.*?)\s*-->|^```(\w*)\n(.*?)^```$", re.S | re.M)
 # Blocks of these languages do something, so each is run, is a file, or says why not.
 DOING = {"sh", "python", "bash"}
 BLOCK_SECS = 900
@@ -44,7 +44,7 @@ def mask(line):
     line = re.sub(r"[━─╸▏▎▍▌▋▊▉█▁▂▃▄▅▆▇▰▱═]+", "~", line)
     line = re.sub(r"\d+(\.\d+)?([eE][-+]?\d+)?", "#", line)
     line = re.sub(r"# (ms|s|min|h|MB|GB|kB)\b", "#", line)
-    return re.sub(r"(#(, )?)*#", "#", re.sub(r"\s+", " ", line).strip())
+    return re.sub(r"#(,? #)+", "#", re.sub(r"\s+", " ", line).strip())
 
 
 def place_of(shown, said):
@@ -70,25 +70,22 @@ def place_of(shown, said):
 
 
 def shell(commands, folder, env):
-    process = subprocess.Popen(["bash", "-euo", "pipefail", "-c", commands], cwd=folder, env=env, text=True, stdin=subprocess.DEVNULL,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        # The shell's own end counts: a server that it started keeps the pipe open.
-        said = []
-        os.set_blocking(process.stdout.fileno(), False)
-        limit = time.monotonic() + BLOCK_SECS
-        while process.poll() is None:
-            said.append(process.stdout.read() or "")
-            if time.monotonic() > limit:
-                raise Wrong(f"took more than {BLOCK_SECS} s")
-            time.sleep(0.05)
-        said.append(process.stdout.read() or "")
-    finally:
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(["bash", "-euo", "pipefail", "-c", commands], cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=said,
+                                   stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]|\r", "", "".join(said)).replace(f"{folder}/", "").replace(str(folder), ".")
+            # The shell's own end counts: a server that it started may stay.
+            process.wait(BLOCK_SECS)
+        except subprocess.TimeoutExpired:
+            raise Wrong(f"{commands.splitlines()[0]}: took more than {BLOCK_SECS} s") from None
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        said.seek(0)
+        text = said.read().decode(errors="replace")
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]|\r", "", text).replace(f"{folder}/", "").replace(str(folder), ".")
     return process.returncode, text.rstrip("\n").split("\n")
 
 
@@ -131,7 +128,10 @@ def chapter(page, env, write):
                 shown = body.rstrip("\n").split("\n")
                 found = place_of(shown, said)
                 if found is None:
-                    raise Wrong(f"{where}: the shown output is not that of the command, which printed:\n" + "\n".join(said[:80]))
+                    masked = {mask(one) for one in said}
+                    absent = [line for line in shown if line != "…" and mask(line) not in masked]
+                    raise Wrong("\n".join([f"{where}: the shown output is not that of the command", *(f"absent: {line}" for line in absent),
+                                           "it printed:", *said[:60]]))
                 new = "".join((line if at is None else said[at]).rstrip() + "\n" for line, at in zip(shown, found))
                 changes.append((item.start(4), item.end(4), new))
                 said = None
@@ -150,7 +150,7 @@ def main():
     arguments.add_argument("chapters", nargs="*")
     arguments.add_argument("--write", action="store_true")
     arguments.add_argument("--demo", type=Path, help="run directory of the demo, so that none is made")
-    arguments = arguments.parse_args()
+    arguments = arguments.parse_intermixed_args()
     program = arguments.program.resolve()
     scratch = Path(tempfile.mkdtemp(prefix="book-"))
     (scratch / "bin").mkdir()

@@ -59,7 +59,7 @@ wordy.range = (0, 1)
 COMMON = {
     "model_name_or_path": "model", "train_file": "rows.jsonl", "reward_funcs": "rewards.py:right", "learning_rate": 3e-4, "beta": 0.01,
     "tune_mm_vision": True, "max_completion_length": 12, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
-    "num_generations": 8, "max_steps": 60, "seed": 1, "save_strategy": "no",
+    "num_generations": 8, "max_steps": 60, "seed": 1, "save_strategy": "no", "threads": 1,
 }
 
 # Name of the rule, or `none`; the chart of the page; settings that differ from those above.
