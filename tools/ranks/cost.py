@@ -19,7 +19,9 @@ MODELS = {
     "7B": (7.62e9, 0.68e9, 28, 3584, 512, 18944),
     "72B": (72.7e9, 0.68e9, 80, 8192, 1024, 29568),
 }
-RANKS = [1, 8, 64, 512]
+RANKS = [1, 8, 64]
+# Model whose exchange the page shows.
+SHOWN = "7B"
 LORA_RANK = 64
 # Work of a rank in a step: prompts, completions of each, tokens of a prompt and of a completion.
 PROMPTS, GROUP, PROMPT, ANSWER = 4, 8, 1000, 256
@@ -99,8 +101,8 @@ def flops(weights, trains_all):
 
 
 def memory_table():
-    yield "| model | trained | `--shard` | 1 rank | 8 | 64 | 512 |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| model | trained | `--shard` | 1 rank | 8 | 64 |"
+    yield "|---|---|---|---|---|---|"
     for name, (_, _, layers, width, kv, _) in MODELS.items():
         for what, trained, size, frozen in ways(name):
             for shard in SHARDS:
@@ -109,22 +111,20 @@ def memory_table():
 
 
 def wire_table():
-    yield "| model | trained | `--shard` | ranks | GB sent by a rank | s on cards | s on the link | share |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for name, (all_weights, *_) in MODELS.items():
-        for what, trained, size, frozen in ways(name):
-            # Adapters in f32 have the same exchange with each of the first three.
-            for shard in SHARDS if size == 2 else ["none", "weights"]:
-                for ranks in RANKS[1:]:
-                    bytes_sent = sent(trained, size, frozen, shard, ranks)
-                    link = STATED["nvlink"] if ranks <= 8 else STATED["network"]
-                    compute = flops(all_weights, what == "all") / STATED["flops"]
-                    compute += ANSWER * 2 * all_weights / STATED["memory"]
-                    secs = bytes_sent / link
-                    yield (
-                        f"| {name} | {what} | {shard} | {ranks} | {bytes_sent / GB:.1f} | {compute:.1f} | {secs:.2f} "
-                        f"| {100 * secs / (secs + compute):.0f} % |"
-                    )
+    yield "| trained | `--shard` | ranks | GB sent by a rank | s on cards | s on the link | share |"
+    yield "|---|---|---|---|---|---|---|"
+    all_weights = MODELS[SHOWN][0]
+    for what, trained, size, frozen in ways(SHOWN):
+        # Adapters in f32 have the same exchange with each of the first three.
+        for shard in SHARDS if size == 2 else ["none", "weights"]:
+            for ranks in RANKS[1:]:
+                bytes_sent = sent(trained, size, frozen, shard, ranks)
+                link = STATED["nvlink"] if ranks <= 8 else STATED["network"]
+                compute = flops(all_weights, what == "all") / STATED["flops"]
+                compute += ANSWER * 2 * all_weights / STATED["memory"]
+                secs = bytes_sent / link
+                share = 100 * secs / (secs + compute)
+                yield f"| {what} | {shard} | {ranks} | {bytes_sent / GB:.1f} | {compute:.1f} | {secs:.2f} | {share:.0f} % |"
 
 
 def cluster_table():
