@@ -38,6 +38,10 @@ def right(completions, colour, **columns):
     return [float(said(one) == wanted) for one, wanted in zip(completions, colour)]
 right.range = (0, 1)
 
+def contains(completions, colour, **columns):
+    return [float(wanted in one[0]["content"]) for one, wanted in zip(completions, colour)]
+contains.range = (0, 1)
+
 def capital(completions, colour, **columns):
     return [float(said(one) == wanted.capitalize()) for one, wanted in zip(completions, colour)]
 capital.range = (0, 1)
@@ -66,16 +70,16 @@ COMMON = {
 RUNS = {
     "healthy": ("none", "reward", {}),
     "dead_reward": ("dead_reward", "reward", {"reward_funcs": "rewards.py:capital", "max_steps": 20}),
-    "ran_away": ("ran_away", "reward", {"learning_rate": 1e-2, "beta": 0}),
-    "cut_off": ("cut_off", "cut-off", {"max_completion_length": 4, "max_steps": 20}),
+    "ran_away": ("ran_away", "reward", {"learning_rate": 1e-2, "beta": 0, "warmup_steps": 30}),
+    "cut_off": ("cut_off", "cut-off", {"reward_funcs": "rewards.py:contains", "max_completion_length": 4, "learning_rate": 1e-6, "max_steps": 20}),
     "solved": ("solved", "groups-without-variance", {"max_steps": 100}),
     "hopeless": ("hopeless", "groups-without-variance", {"train_file": "foreign.jsonl", "max_steps": 40}),
     "reward_never_fires": ("reward_never_fires", "reward-reason", {"reward_funcs": "rewards.py:right rewards.py:reason", "max_steps": 30}),
-    "entropy_collapsed": ("entropy_collapsed", "entropy", {"learning_rate": 2e-3, "beta": 0, "max_steps": 100}),
+    "entropy_collapsed": ("entropy_collapsed", "entropy", {"train_file": "shuffled.jsonl", "learning_rate": 1e-3, "beta": 0, "max_steps": 120}),
     "no_variance": ("no_variance", "groups-without-variance", {"train_file": "easy_or_hard.jsonl", "learning_rate": 1e-6}),
     "hacked": ("hacked", "evaluation", {
-        "reward_funcs": "accuracy rewards.py:wordy", "reward_weights": "0 1", "max_completion_length": 48, "val_split_ratio": 0.2,
-        "eval_on_start": True, "eval_steps": 10, "train_file": "choices.jsonl"}),
+        "reward_funcs": "accuracy rewards.py:wordy", "reward_weights": "0 1", "learning_rate": 1e-3, "beta": 0, "temperature": 1.2,
+        "max_completion_length": 24, "val_split_ratio": 0.3, "eval_on_start": True, "eval_steps": 10}),
     "format_only": ("format_only", "reward-right", {
         "train_file": "shuffled.jsonl", "reward_funcs": "rewards.py:right rewards.py:colour_word", "max_steps": 240}),
     "flat": ("flat", "kl", {"learning_rate": 1e-6}),
@@ -97,7 +101,7 @@ def rows(data):
     # Nobody can say a colour of the other language: its words are not in the vocabulary of the answers.
     foreign = [{**own, "colour": own["colour"] if at < 8 else "rot"} for at, own in enumerate(short)]
     files = {
-        "rows": short, "choices": choices,
+        "rows": short,
         "shuffled": [{**own, "colour": other} for own, other in zip(short, mixed)],
         "foreign": foreign,
         "easy_or_hard": [{**own, "colour": own["colour"] if at % 2 else "rot"} for at, own in enumerate(choices)],
