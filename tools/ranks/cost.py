@@ -15,7 +15,6 @@ GB = 1e9
 
 # Trained weights of the language model and the projector, frozen weights of the tower, layers, width, width of the keys, inner width.
 MODELS = {
-    "3B": (3.09e9, 0.67e9, 36, 2048, 256, 11008),
     "7B": (7.62e9, 0.68e9, 28, 3584, 512, 18944),
     "72B": (72.7e9, 0.68e9, 80, 8192, 1024, 29568),
 }
