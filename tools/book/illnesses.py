@@ -98,7 +98,7 @@ def rows(data):
     choices = [row(old) for old in colours if old["form"] == "choice"][:320]
     mixed = [own["colour"] for own in short]
     random.Random(1).shuffle(mixed)
-    # Nobody can say a colour of the other language: its words are not in the vocabulary of the answers.
+    # The model never says this word, so these rows earn nothing.
     foreign = [{**own, "colour": own["colour"] if at < 8 else "rot"} for at, own in enumerate(short)]
     files = {
         "rows": short,
