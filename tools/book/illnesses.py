@@ -141,8 +141,8 @@ def blocks(record):
     for name, run in record["runs"].items():
         differ = " ".join(flags(run["settings"])) or "(as above)"
         lines = [f"Settings that differ: `{differ}`", "", f"![Chart of the run {name}](images/{name}.svg)", "", "```text"]
-        lines += textwrap.wrap(run["problem"], 110) + [""] if run["problem"] else []
-        lines += [line for part in run["verdict"].splitlines() for line in textwrap.wrap(part, 110) or [""]]
+        lines += textwrap.wrap(run["problem"], 84) + [""] if run["problem"] else []
+        lines += [line for part in run["verdict"].splitlines() for line in textwrap.wrap(part, 84) or [""]]
         shown[f"{name}: tools/book/illnesses.py"] = "\n".join([*lines, "```"])
     return shown
 
