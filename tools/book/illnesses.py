@@ -56,8 +56,12 @@ def colour_word(completions, **columns):
 colour_word.range = (0, 1)
 
 def wordy(completions, **columns):
-    return [min(len(re.findall(r"[a-z]+", one[0]["content"])), 40) / 40 for one in completions]
+    return [min(len(re.findall(r"[a-z]+", one[0]["content"])), 12) / 12 for one in completions]
 wordy.range = (0, 1)
+
+def consolation(completions, colour, **columns):
+    return [0.5 * (said(one) == "red") + 0.5 * (said(one) == wanted) for one, wanted in zip(completions, colour)]
+consolation.range = (0, 1)
 '''
 
 COMMON = {
@@ -75,13 +79,13 @@ RUNS = {
     "solved": ("solved", "groups-without-variance", {"max_steps": 100}),
     "hopeless": ("hopeless", "groups-without-variance", {"train_file": "foreign.jsonl", "max_steps": 40}),
     "reward_never_fires": ("reward_never_fires", "reward-reason", {"reward_funcs": "rewards.py:right rewards.py:reason", "max_steps": 30}),
-    "entropy_collapsed": ("entropy_collapsed", "entropy", {"train_file": "shuffled.jsonl", "learning_rate": 1e-3, "beta": 0, "max_steps": 120}),
+    "entropy_collapsed": ("entropy_collapsed", "entropy", {"train_file": "shuffled.jsonl", "reward_funcs": "rewards.py:consolation", "beta": 0, "max_steps": 120}),
     "no_variance": ("no_variance", "groups-without-variance", {"train_file": "easy_or_hard.jsonl", "learning_rate": 1e-6}),
     "hacked": ("hacked", "evaluation", {
         "reward_funcs": "accuracy rewards.py:wordy", "reward_weights": "0 1", "learning_rate": 1e-3, "beta": 0, "temperature": 1.2,
         "max_completion_length": 24, "val_split_ratio": 0.3, "eval_on_start": True, "eval_steps": 10}),
     "format_only": ("format_only", "reward-right", {
-        "train_file": "shuffled.jsonl", "reward_funcs": "rewards.py:right rewards.py:colour_word", "max_steps": 240}),
+        "train_file": "useless.jsonl", "reward_funcs": "rewards.py:right rewards.py:colour_word", "temperature": 1.5, "max_steps": 220}),
     "flat": ("flat", "kl", {"learning_rate": 1e-6}),
     "flat_reward": ("flat_reward", "kl", {"train_file": "shuffled.jsonl", "max_steps": 240}),
 }
@@ -104,6 +108,7 @@ def rows(data):
         "rows": short,
         "shuffled": [{**own, "colour": other} for own, other in zip(short, mixed)],
         "foreign": foreign,
+        "useless": [{**own, "colour": other if at % 5 == 0 else "rot"} for at, (own, other) in enumerate(zip(short, mixed))],
         "easy_or_hard": [{**own, "colour": own["colour"] if at % 2 else "rot"} for at, own in enumerate(choices)],
     }
     for name, content in files.items():
