@@ -29,6 +29,7 @@ IMAGES = ROOT / "docs/guide/images"
 
 # Rewards of these runs. The page quotes them.
 REWARDS = '''\
+import hashlib
 import re
 
 def said(completion):
@@ -62,6 +63,11 @@ wordy.range = (0, 1)
 def consolation(completions, colour, **columns):
     return [0.5 * (said(one) == "red") + 0.5 * (said(one) == wanted) for one, wanted in zip(completions, colour)]
 consolation.range = (0, 1)
+
+def opinion(completions, number, **columns):
+    marks = [hashlib.md5(f"{said(one)} {row}".encode()).digest()[0] for one, row in zip(completions, number)]
+    return [mark / 255 for mark in marks]
+opinion.range = (0, 1)
 '''
 
 COMMON = {
@@ -83,9 +89,9 @@ RUNS = {
     "no_variance": ("no_variance", "groups-without-variance", {"train_file": "easy_or_hard.jsonl", "learning_rate": 1e-6}),
     "hacked": ("hacked", "evaluation", {
         "reward_funcs": "accuracy rewards.py:wordy", "reward_weights": "0 1", "learning_rate": 1e-3, "beta": 0, "temperature": 1.2,
-        "max_completion_length": 24, "val_split_ratio": 0.3, "eval_on_start": True, "eval_steps": 10}),
-    "format_only": ("format_only", "reward-right", {
-        "train_file": "useless.jsonl", "reward_funcs": "rewards.py:right rewards.py:colour_word", "temperature": 1.5, "max_steps": 220}),
+        "max_completion_length": 24, "val_split_ratio": 0.3, "eval_on_start": True, "eval_steps": 10, "train_file": "both.jsonl"}),
+    "format_only": ("format_only", "reward-opinion", {
+        "reward_funcs": "rewards.py:opinion rewards.py:colour_word", "temperature": 1.5, "max_steps": 220}),
     "flat": ("flat", "kl", {"learning_rate": 1e-6}),
     "flat_reward": ("flat_reward", "kl", {"train_file": "shuffled.jsonl", "max_steps": 240}),
 }
@@ -97,7 +103,7 @@ def rows(data):
     colours = [row for row in own if row["type"] == "colour"]
     def row(old, **new):
         return {"image": str(data / old["image"]), "problem": re.sub(r"^<image>\n", "", old["conversations"][0]["value"]),
-                "solution": old["solution"], "colour": old["answer"], **new}
+                "solution": old["solution"], "colour": old["answer"], "number": int(old["id"].split("-")[1]), **new}
     short = [row(old) for old in colours if old["form"] == "short"][:320]
     choices = [row(old) for old in colours if old["form"] == "choice"][:320]
     mixed = [own["colour"] for own in short]
@@ -108,7 +114,7 @@ def rows(data):
         "rows": short,
         "shuffled": [{**own, "colour": other} for own, other in zip(short, mixed)],
         "foreign": foreign,
-        "useless": [{**own, "colour": other if at % 5 == 0 else "rot"} for at, (own, other) in enumerate(zip(short, mixed))],
+        "both": short[:160] + choices[:160],
         "easy_or_hard": [{**own, "colour": own["colour"] if at % 2 else "rot"} for at, own in enumerate(choices)],
     }
     for name, content in files.items():
@@ -118,7 +124,7 @@ def rows(data):
 def flags(settings):
     given = []
     for name, value in settings.items():
-        given += [f"--{name}", *(str(value).lower() if isinstance(value, bool) else str(value)).split(" ")]
+        given += [f"--{name}", *(str(value).lower() if isinstance(value, bool) else str(value).replace("e-0", "e-")).split(" ")]
     return given
 
 
@@ -129,7 +135,7 @@ def execute(program, name, own):
     verdict = json.loads(subprocess.run([program, "diagnose", run, "--json"], capture_output=True, text=True, check=True).stdout)
     said = subprocess.run([program, "diagnose", run], capture_output=True, text=True, check=True).stdout.strip()
     events = [json.loads(line) for line in Path(run, "events.jsonl").read_text().splitlines()]
-    problems = [{"step": event["step"], "rule": event["rule"], "text": event["text"]} for event in events
+    problems = [{"step": event["step"], "rule": event["rule"], "text": f"{event['title']}: {event['what']}"} for event in events
                 if event["kind"] == "problem" and event["begins"]]
     subprocess.run([program, "report", run], capture_output=True, check=True)
     return verdict, said, problems, Path(run, "plots")
@@ -144,8 +150,9 @@ def blocks(record):
     """What the page shows of each run."""
     shown = {}
     for name, run in record["runs"].items():
-        differ = " ".join(flags(run["settings"])) or "(as above)"
-        lines = [f"Settings that differ: `{differ}`", "", f"![Chart of the run {name}](images/{name}.svg)", "", "```text"]
+        differ = " ".join(flags(run["settings"]))
+        lines = [f"Settings that differ: `{differ}`", ""] if run["settings"] else []
+        lines += [f"![Chart of the run {name}](images/{name}.svg)", "", "```text"]
         lines += textwrap.wrap(run["problem"], 84) + [""] if run["problem"] else []
         lines += [line for part in run["verdict"].splitlines() for line in textwrap.wrap(part, 84) or [""]]
         shown[f"{name}: tools/book/illnesses.py"] = "\n".join([*lines, "```"])
