@@ -57,16 +57,15 @@ def settings(task, own, seed):
 def train(program, folder, given):
     shutil.rmtree(folder / "run", ignore_errors=True)
     words = [word for name, value in given.items() for word in (f"--{name}", *(str(value).lower() if isinstance(value, bool) else str(value)).split())]
-    start = time.monotonic()
     done = subprocess.run([program, "train", *words, "--output_dir", "run"], cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{words}:\n{done.stderr[-2000:]}")
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     tests = [line for line in lines if "eval_accuracy" in line]
-    steps = [line for line in lines if "kl" in line]
-    return {"before": tests[0]["eval_accuracy"], "after": tests[-1]["eval_accuracy"], "rows": tests[-1]["eval_rows"], "kl": steps[-1]["kl"],
+    steps = [line for line in lines if "frac_reward_zero_std" in line]
+    return {"before": tests[0]["eval_accuracy"], "after": tests[-1]["eval_accuracy"], "rows": tests[-1]["eval_rows"], "kl": steps[-1].get("kl"),
             "last_reward": statistics.fmean(line["reward"] for line in steps[-5:]),
-            "zero_variance": statistics.fmean(line["frac_reward_zero_std"] for line in steps), "seconds": round(time.monotonic() - start, 1)}
+            "zero_variance": statistics.fmean(line["frac_reward_zero_std"] for line in steps)}
 
 
 def tables(record):
@@ -82,7 +81,8 @@ def tables(record):
                 made = [runs[key(task, own, seed)] for seed in seeds]
                 after = [100 * one["after"] for one in made]
                 cells.append(f"{statistics.fmean(after):.0f} % ({min(after):.0f} to {max(after):.0f})")
-                cells.append(f"{statistics.fmean(one['kl'] for one in made):.2g}")
+                # Without a reference, KL is not measured.
+                cells.append("" if made[0]["kl"] is None else f"{statistics.fmean(one['kl'] for one in made):.2g}")
                 cells.append(f"{100 * statistics.fmean(one['zero_variance'] for one in made):.0f} %")
             lines.append(f"| {shown} | " + " | ".join(cells) + " |")
         parts[f"{name}: bench/sweeps/run.py"] = "\n".join(lines)
@@ -122,10 +122,11 @@ def main():
                     for task in TASKS:
                         if key(task, own, seed) in record["runs"] or time.monotonic() > end:
                             continue
+                        start = time.monotonic()
                         made = train(program, scratch, settings(task, own, seed))
                         record["runs"][key(task, own, seed)] = made
                         RECORD.write_text(json.dumps(record, indent=1) + "\n")
-                        print(key(task, own, seed), f"{made['before']:.2f} → {made['after']:.2f}, {made['seconds']} s", flush=True)
+                        print(key(task, own, seed), f"{made['before']:.2f} → {made['after']:.2f}, {time.monotonic() - start:.0f} s", flush=True)
     finally:
         shutil.rmtree(scratch)
     return fill(PAGE, tables(record), check=False) if PAGE.exists() else 0

@@ -29,7 +29,7 @@ IMAGES = ROOT / "docs/guide/images"
 
 # Rewards of these runs. The page quotes them.
 REWARDS = '''\
-import hashlib
+import random
 import re
 
 def said(completion):
@@ -51,23 +51,23 @@ def reason(completions, **columns):
     return [float("because" in one[0]["content"]) for one in completions]
 reason.range = (0, 1)
 
-def colour_word(completions, **columns):
-    words = "red green blue yellow orange purple black white pink brown grey gray cyan".split()
-    return [float(said(one) in words) for one in completions]
-colour_word.range = (0, 1)
-
-def wordy(completions, **columns):
-    return [min(len(re.findall(r"[a-z]+", one[0]["content"])), 12) / 12 for one in completions]
-wordy.range = (0, 1)
-
 def consolation(completions, colour, **columns):
     return [0.5 * (said(one) == "red") + 0.5 * (said(one) == wanted) for one, wanted in zip(completions, colour)]
 consolation.range = (0, 1)
 
-def opinion(completions, number, **columns):
-    marks = [hashlib.md5(f"{said(one)} {row}".encode()).digest()[0] for one, row in zip(completions, number)]
-    return [mark / 255 for mark in marks]
-opinion.range = (0, 1)
+dice = random.Random(1)
+
+def judge(completions, **columns):
+    return [0.5 * (said(one) == "red") + 0.5 * dice.random() for one in completions]
+judge.range = (0, 1)
+
+def marks(completions, **columns):
+    return [dice.random() for one in completions]
+marks.range = (0, 1)
+
+def warm(completions, **columns):
+    return [float(said(one) in ("red", "orange", "yellow", "pink", "brown")) for one in completions]
+warm.range = (0, 1)
 '''
 
 COMMON = {
@@ -88,10 +88,9 @@ RUNS = {
     "entropy_collapsed": ("entropy_collapsed", "entropy", {"train_file": "shuffled.jsonl", "reward_funcs": "rewards.py:consolation", "beta": 0, "max_steps": 120}),
     "no_variance": ("no_variance", "groups-without-variance", {"train_file": "easy_or_hard.jsonl", "learning_rate": 1e-6}),
     "hacked": ("hacked", "evaluation", {
-        "reward_funcs": "accuracy rewards.py:wordy", "reward_weights": "0 1", "learning_rate": 1e-3, "beta": 0, "temperature": 1.2,
-        "max_completion_length": 24, "val_split_ratio": 0.3, "eval_on_start": True, "eval_steps": 10, "train_file": "both.jsonl"}),
-    "format_only": ("format_only", "reward-opinion", {
-        "reward_funcs": "rewards.py:opinion rewards.py:colour_word", "temperature": 1.5, "max_steps": 220}),
+        "train_file": "both.jsonl", "reward_funcs": "accuracy rewards.py:judge", "reward_weights": "0 1", "val_split_ratio": 0.3,
+        "eval_on_start": True, "eval_steps": 10}),
+    "format_only": ("format_only", "reward-marks", {"reward_funcs": "rewards.py:marks rewards.py:warm", "max_steps": 220}),
     "flat": ("flat", "kl", {"learning_rate": 1e-6}),
     "flat_reward": ("flat_reward", "kl", {"train_file": "shuffled.jsonl", "max_steps": 240}),
 }
@@ -103,7 +102,7 @@ def rows(data):
     colours = [row for row in own if row["type"] == "colour"]
     def row(old, **new):
         return {"image": str(data / old["image"]), "problem": re.sub(r"^<image>\n", "", old["conversations"][0]["value"]),
-                "solution": old["solution"], "colour": old["answer"], "number": int(old["id"].split("-")[1]), **new}
+                "solution": old["solution"], "colour": old["answer"], **new}
     short = [row(old) for old in colours if old["form"] == "short"][:320]
     choices = [row(old) for old in colours if old["form"] == "choice"][:320]
     mixed = [own["colour"] for own in short]
