@@ -27,7 +27,7 @@ PAGE = ROOT / "docs/guide/it-does-not-learn.md"
 RECORD = ROOT / "docs/guide/illnesses.json"
 IMAGES = ROOT / "docs/guide/images"
 
-# Rewards of these runs. The page quotes them.
+# Rewards of these runs.
 REWARDS = '''\
 import random
 import re
