@@ -68,12 +68,16 @@ def train(program, folder, given):
             "zero_variance": statistics.fmean(line["frac_reward_zero_std"] for line in steps)}
 
 
+def short(kl):
+    return f"{kl:.2g}" if kl >= 0.001 else "< 0.001"
+
+
 def tables(record):
     runs = record["runs"]
     seeds = [seed for seed in record["seeds"] if all(key(task, own, seed) in runs for task in TASKS for _, rows in SWEEPS.values() for own in rows.values())]
     parts = {}
     for name, (heading, rows) in SWEEPS.items():
-        lines = [f"| {heading} | " + " | ".join(f"{task}: right after {STEPS} steps | KL | groups without variance" for task in TASKS) + " |",
+        lines = [f"| {heading} | " + " | ".join(f"{task}: right | KL | alike" for task in TASKS) + " |",
                  "|---" * (1 + 3 * len(TASKS)) + "|"]
         for shown, own in rows.items():
             cells = []
@@ -82,7 +86,7 @@ def tables(record):
                 after = [100 * one["after"] for one in made]
                 cells.append(f"{statistics.fmean(after):.0f} % ({min(after):.0f} to {max(after):.0f})")
                 # Without a reference, KL is not measured.
-                cells.append("" if made[0]["kl"] is None else f"{statistics.fmean(one['kl'] for one in made):.2g}")
+                cells.append("" if made[0]["kl"] is None else short(statistics.fmean(one["kl"] for one in made)))
                 cells.append(f"{100 * statistics.fmean(one['zero_variance'] for one in made):.0f} %")
             lines.append(f"| {shown} | " + " | ".join(cells) + " |")
         parts[f"{name}: bench/sweeps/run.py"] = "\n".join(lines)
