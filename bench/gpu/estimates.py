@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Estimates the speed on a GPU from formulas, and writes docs/gpu-results.md from them.
+"""Estimates the speed on a GPU from formulas, and writes bench/gpu/estimates.md from them.
 
     python3 bench/gpu/estimates.py
 
@@ -199,7 +199,7 @@ def estimate_page():
     weights = " and ".join(f"{m.weights / 1e9:.2f} billion ({m.name.upper()})" for m in models())
     return "\n".join(
         [
-            "**Every figure below is an estimate, marked (est.), with its formula. [gpu-h100.md](gpu-h100.md) has what an H100 measured.**",
+            "**Every figure below is an estimate, marked (est.), with its formula. [gpu-h100.md](../../docs/gpu-h100.md) has what an H100 measured.**",
             "",
             "# GPU results",
             "",
@@ -227,21 +227,21 @@ def estimate_page():
             "- Every kernel equals f64 on an emulator, under several schedules.",
             "- Complete steps, evaluations and rollouts of a tiny model of each family equal the CPU's on that emulator.",
             "- The PTX that NVRTC makes of every kernel passes the same tests on that emulator, also with checks of races, bounds and undefined",
-            "  memory ([tools/gpu/ptx](../tools/gpu/ptx/README.md)).",
+            "  memory ([tools/gpu/ptx](../../tools/gpu/ptx/README.md)).",
             "- The host code and the program's commands give the CPU's numbers on stand-ins of CUDA's libraries, which run that PTX",
-            "  ([tools/gpu/stand-in](../tools/gpu/stand-in/README.md)).",
+            "  ([tools/gpu/stand-in](../../tools/gpu/stand-in/README.md)).",
             "- All kernels compile for six architectures within bounds of registers and shared memory (`.ci/run nvrtc`).",
             "",
             "Not checked: speed, the behaviour of cuBLASLt, and races finer than a step between barriers.",
             "",
-            "[tools/gpu/first-contact](../tools/gpu/first-contact/README.md) creates this page on a GPU.",
+            "[tools/gpu/first-contact](../../tools/gpu/first-contact/README.md) creates this page on a GPU.",
             "",
         ]
     )
 
 
 def main():
-    (HERE / "../../docs/gpu-results.md").write_text(estimate_page())
+    (HERE / "estimates.md").write_text(estimate_page())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ class Page(unittest.TestCase):
         self.assertEqual((counts, sum(counts)), ([2, 3, 4], estimates.ATTENTION_PRODUCTS))
 
     def test_the_committed_page_is_up_to_date(self):
-        self.assertEqual((ROOT / "docs/gpu-results.md").read_text(), estimates.estimate_page())
+        self.assertEqual((ROOT / "bench/gpu/estimates.md").read_text(), estimates.estimate_page())
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 
     tools/ranks/cost.py [--check]
 
-With `--check`, it writes nothing and fails if the page differs. The formulas are those of the page. Only the rates in MEASURED were
-measured; those in STATED are from data sheets.
+With `--check`, it writes nothing and fails if the page differs. The formulas are those of the page. The rates in STATED
+are from data sheets.
 """
 
 import sys
@@ -15,25 +15,19 @@ GB = 1e9
 
 # Trained weights of the language model and the projector, frozen weights of the tower, layers, width, width of the keys, inner width.
 MODELS = {
-    "3B": (3.09e9, 0.67e9, 36, 2048, 256, 11008),
     "7B": (7.62e9, 0.68e9, 28, 3584, 512, 18944),
     "72B": (72.7e9, 0.68e9, 80, 8192, 1024, 29568),
 }
-RANKS = [1, 8, 64, 512]
+RANKS = [1, 8, 64]
+# Model whose exchange the page shows.
+SHOWN = "7B"
 LORA_RANK = 64
 # Work of a rank in a step: prompts, completions of each, tokens of a prompt and of a completion.
 PROMPTS, GROUP, PROMPT, ANSWER = 4, 8, 1000, 256
 STREAM_ROWS = 4096
 
-# Two virtual cores of an AMD EPYC (Zen 5) with AVX512-BF16: docs/performance.md, "3B on two cores". An Intel Xeon with AMX: the same
-# page, "products of these shapes ran at 210 to 250, and on free cores at 337".
-MEASURED = {"AVX512-BF16": (414e9 / 2, 27.7e9 / 2), "AMX": (337e9 / 2, None)}
 # H100 SXM: bf16 without sparsity, memory, NVLink in one direction. Part of these rates that a good step reaches.
 STATED = {"flops": 989e12 * 0.4, "memory": 3.35e12 * 0.7, "nvlink": 450e9 * 0.8, "network": 50e9 * 0.8}
-# Part of the rate of products alone that a step reaches: 320 of 414 GFLOP/s on the same page.
-OF_PRODUCTS = 320 / 414
-# Memory rate of a server socket with 12 channels of DDR5-4800: 460 GB/s, of which decoding reaches 80 %. A machine with 64 cores has one.
-SOCKET = 460e9 * 0.8
 
 
 def lora(layers, width, kv, inner):
@@ -99,8 +93,8 @@ def flops(weights, trains_all):
 
 
 def memory_table():
-    yield "| model | trained | `--shard` | 1 rank | 8 | 64 | 512 |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| model | trained | `--shard` | 1 rank | 8 | 64 |"
+    yield "|---|---|---|---|---|---|"
     for name, (_, _, layers, width, kv, _) in MODELS.items():
         for what, trained, size, frozen in ways(name):
             for shard in SHARDS:
@@ -109,47 +103,23 @@ def memory_table():
 
 
 def wire_table():
-    yield "| model | trained | `--shard` | ranks | GB sent by a rank | s on cards | s on the link | share |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for name, (all_weights, *_) in MODELS.items():
-        for what, trained, size, frozen in ways(name):
-            # Adapters in f32 have the same exchange with each of the first three.
-            for shard in SHARDS if size == 2 else ["none", "weights"]:
-                for ranks in RANKS[1:]:
-                    bytes_sent = sent(trained, size, frozen, shard, ranks)
-                    link = STATED["nvlink"] if ranks <= 8 else STATED["network"]
-                    compute = flops(all_weights, what == "all") / STATED["flops"]
-                    compute += ANSWER * 2 * all_weights / STATED["memory"]
-                    secs = bytes_sent / link
-                    yield (
-                        f"| {name} | {what} | {shard} | {ranks} | {bytes_sent / GB:.1f} | {compute:.1f} | {secs:.2f} "
-                        f"| {100 * secs / (secs + compute):.0f} % |"
-                    )
+    yield "| trained | `--shard` | ranks | GB sent by a rank | s on cards | s on the link | share |"
+    yield "|---|---|---|---|---|---|---|"
+    all_weights = MODELS[SHOWN][0]
+    for what, trained, size, frozen in ways(SHOWN):
+        # Adapters in f32 have the same exchange with each of the first three.
+        for shard in SHARDS if size == 2 else ["none", "weights"]:
+            for ranks in RANKS[1:]:
+                bytes_sent = sent(trained, size, frozen, shard, ranks)
+                link = STATED["nvlink"] if ranks <= 8 else STATED["network"]
+                compute = flops(all_weights, what == "all") / STATED["flops"]
+                compute += ANSWER * 2 * all_weights / STATED["memory"]
+                secs = bytes_sent / link
+                share = 100 * secs / (secs + compute)
+                yield f"| {what} | {shard} | {ranks} | {bytes_sent / GB:.1f} | {compute:.1f} | {secs:.2f} | {share:.0f} % |"
 
 
-def cluster_table():
-    """A step of 32 prompts: on one H100, and on 8 machines with 64 cores each, 100 Gb/s between them."""
-    machines, cores, link = 8, 64, 100e9 / 8 * 0.8
-    per_core = MEASURED["AVX512-BF16"][0] * OF_PRODUCTS
-    yield "| model | trained | H100: update, decoding | 8 machines: update, decoding, exchange | ratio |"
-    yield "|---|---|---|---|---|"
-    for name in ["3B", "7B"]:
-        all_weights = MODELS[name][0]
-        for what, trained, size, frozen in ways(name):
-            ops = flops(all_weights, what == "all")
-            # The card decodes 64 completions at once; a machine decodes its 32.
-            batches = machines * PROMPTS * GROUP / 64
-            card = (machines * ops / STATED["flops"], batches * ANSWER * 2 * all_weights / STATED["memory"])
-            update = ops / (cores * per_core)
-            decode = max(ANSWER * 2 * all_weights / SOCKET, ANSWER * PROMPTS * GROUP * 2 * all_weights / (cores * per_core))
-            exchange = sent(trained, size, frozen, "optimizer", machines) / link
-            ratio = (update + decode + exchange) / sum(card)
-            yield (
-                f"| {name} | {what} | {card[0]:.1f}, {card[1]:.1f} s | {update:.1f}, {decode:.1f}, {exchange:.1f} s | {ratio:.1f} |"
-            )
-
-
-TABLES = {"memory": memory_table, "wire": wire_table, "cluster": cluster_table}
+TABLES = {"memory": memory_table, "wire": wire_table}
 
 
 def main():

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes a page of the results of run.py: `report.py results.jsonl > docs/gpu-results.md`."""
+"""Makes a page of the results of run.py: `report.py results.jsonl > gpu-results.md`."""
 
 import collections
 import json

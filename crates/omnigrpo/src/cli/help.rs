@@ -106,8 +106,8 @@ mod tests {
     /// Returns the reference page `docs/flags.md`.
     fn reference() -> String {
         let mut out = String::from(
-            "# Settings\n\nWritten from the flag table by a test; do not edit. Every setting is a flag (`--name`, dashes or underscores) and a key \
-             of `--config` files. Flags win over the file, the file over `--preset`, the preset over defaults. \
+            "# Settings\n\nThis page lists every setting. A test writes it from the table of flags. Every setting is a flag \
+             (`--name`, dashes or underscores) and a key of `--config` files. Flags win over the file, the file over `--preset`, the preset over defaults. \
              A setting that can have no effect, whatever the rows and the machine, is an error. \
              `plan` and `init` take the settings of `train`. `omnigrpo help SETTING` shows one of them.\n",
         );
