@@ -27,6 +27,11 @@ sys.path.append(str(HERE.parent / "peer"))
 from compare import commit, machine  # noqa: E402
 from workloads import read_jsonl  # noqa: E402
 
+sys.path.append(str(ROOT / "tools/book"))
+from made import fill  # noqa: E402
+
+PAGE = ROOT / "docs/guide/choosing-settings.md"
+
 RESULTS = HERE / "recipes.json"
 TEACHER_SEED = 11
 # One recipe each; the KL term is 0 unless named, so that the recipes differ in what they are named for.
@@ -79,6 +84,9 @@ class SmolLm2:
         return merged
 
 
+TASKS = {"demo": Demo, "smollm2": SmolLm2}
+
+
 def train(binary, task, out, seed, threads, more):
     """Trains once. Returns the held-out accuracy by step, the mean reward of each step, and seconds."""
     settings = task.settings | dict(
@@ -98,7 +106,7 @@ def run(name, args):
     cpus = sorted(os.sched_getaffinity(0))[: args.threads]
     with tempfile.TemporaryDirectory() as scratch:
         scratch = Path(scratch)
-        task = {"demo": Demo, "smollm2": SmolLm2}[name](args, scratch)
+        task = TASKS[name](args, scratch)
         teacher = None
         for seed in args.seeds:
             for iterations in ITERATIONS[name]:
@@ -136,16 +144,22 @@ def area(run):
     return mean([*run["accuracy"].values()][1:])
 
 
-def draw(_name, _args):
-    import matplotlib
+def panels(results):
+    return [(name, iterations) for name, tasks in ITERATIONS.items() for iterations in tasks if str(iterations) in results.get(name, {})]
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    results = json.loads(RESULTS.read_text())
-    panels = [(name, iterations) for name, tasks in ITERATIONS.items() for iterations in tasks if str(iterations) in results.get(name, {})]
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "recipes"})
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 4.2), sharey=True)
+def title(iterations):
+    return f"{iterations} update{'s' if iterations > 1 else ''} per rollout"
+
+
+def ends(runs):
+    """The accuracies of the seeds in %: mean, lowest and highest."""
+    ends = [100 * last(run) for run in runs]
+    return f"{mean(ends):.1f} ({min(ends):.1f} to {max(ends):.1f})"
+
+
+def page(results):
+    """The text of recipes.md."""
     lines = [
         "# Recipes of the loss, compared", "",
         "Written by [recipes.py](recipes.py) from [recipes.json](recipes.json), which names commit and machine of every run. Greedy accuracy on held-out",
@@ -156,9 +170,44 @@ def draw(_name, _args):
         "reward on the same rows, which is not counted.", "",
         "![held-out accuracy by step](recipes.svg)",
     ]
-    for axis, (name, iterations) in zip(axes, panels):
+    for name, iterations in panels(results):
         of = results[name][str(iterations)]
-        title = f"{iterations} update{'s' if iterations > 1 else ''} per rollout"
+        text = TASKS[name].text
+        start = 100 * [*next(iter(of["grpo"].values()))["accuracy"].values()][0]
+        lines += ["", f"## {name}: {title(iterations)}", "", f"{text[0].upper()}{text[1:]}; {start:.1f} % before training.", "",
+                  "| recipe | seeds | at the end | on the way | 75 % at step |", "|---|---|---|---|---|"]
+        for variant in VARIANTS:
+            runs = [*of.get(variant, {}).values()]
+            if runs:
+                steps = [step for step in map(reached, runs) if step is not None]
+                when = f"{mean(steps):.0f}" + ("" if len(steps) == len(runs) else f" ({len(steps)} of {len(runs)} seeds)") if steps else "never"
+                lines.append(f"| {variant} | {len(runs)} | {ends(runs)} | {100 * mean(map(area, runs)):.1f} | {when} |")
+    return "\n".join(lines) + "\n"
+
+
+def table(results):
+    """The table of the guide: a column for each task and number of updates."""
+    columns = panels(results)
+    lines = [
+        "| recipe | " + " | ".join(f"{name}, {title(iterations)}" for name, iterations in columns) + " |", "|---" * (len(columns) + 1) + "|",
+    ]
+    for variant in VARIANTS:
+        cells = [[*results[name][str(iterations)].get(variant, {}).values()] for name, iterations in columns]
+        lines.append(f"| {variant} | " + " | ".join(ends(runs) if runs else "" for runs in cells) + " |")
+    return {"recipes: bench/learning/recipes.py": "\n".join(lines)}
+
+
+def draw(_name, _args):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    results = json.loads(RESULTS.read_text())
+    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "recipes"})
+    figure, axes = plt.subplots(1, len(panels(results)), figsize=(4.6 * len(panels(results)), 4.2), sharey=True)
+    for axis, (name, iterations) in zip(axes, panels(results)):
+        of = results[name][str(iterations)]
         for colour, variant in enumerate(VARIANTS):
             curves = [run["accuracy"] for run in of.get(variant, {}).values()]
             if curves:
@@ -167,43 +216,39 @@ def draw(_name, _args):
                     steps, [100 * mean(values) for values in zip(*(curve.values() for curve in curves))], label=variant, color=f"C{colour}",
                     linestyle="--" if variant in ("distillation", "grpo, beta 0.04") else "-", linewidth=1.6,
                 )
-        axis.set(xlabel="step", title=f"{name}, {title}", ylim=(0, 100))
+        axis.set(xlabel="step", title=f"{name}, {title(iterations)}", ylim=(0, 100))
         axis.grid(alpha=0.25)
-        text = {"demo": Demo, "smollm2": SmolLm2}[name].text
-        start = 100 * [*next(iter(of["grpo"].values()))["accuracy"].values()][0]
-        lines += ["", f"## {name}: {title}", "", f"{text[0].upper()}{text[1:]}; {start:.1f} % before training.", "",
-                  "| recipe | seeds | at the end | on the way | 75 % at step |", "|---|---|---|---|---|"]
-        for variant in VARIANTS:
-            runs = [*of.get(variant, {}).values()]
-            if runs:
-                ends = [100 * last(run) for run in runs]
-                steps = [step for step in map(reached, runs) if step is not None]
-                when = f"{mean(steps):.0f}" + ("" if len(steps) == len(runs) else f" ({len(steps)} of {len(runs)} seeds)") if steps else "never"
-                lines.append(
-                    f"| {variant} | {len(runs)} | {mean(ends):.1f} ({min(ends):.1f} to {max(ends):.1f}) | {100 * mean(map(area, runs)):.1f} "
-                    f"| {when} |"
-                )
     axes[0].set_ylabel("held-out accuracy, %")
     axes[-1].legend(frameon=False, loc="lower right", fontsize=8)
     figure.tight_layout()
     figure.savefig(HERE / "recipes.svg", metadata={"Date": None})
-    (HERE / "recipes.md").write_text("\n".join(lines) + "\n")
+    (HERE / "recipes.md").write_text(page(results))
+    fill(PAGE, table(results), check=False)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["demo", "smollm2", "draw"])
+    parser.add_argument("what", nargs="?", choices=["demo", "smollm2", "draw"])
+    parser.add_argument("--check", action="store_true", help="only compare the pages with recipes.json")
     parser.add_argument("--task", type=Path, help="folder of the demo's task, written by its example")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--binary", type=Path, default=ROOT / "target/release/omnigrpo")
     args = parser.parse_args()
+    if args.check:
+        results = json.loads(RESULTS.read_text())
+        stale = (HERE / "recipes.md").read_text() != page(results)
+        if stale:
+            print("bench/learning/recipes.md is not what recipes.json gives: run recipes.py draw", file=sys.stderr)
+        return fill(PAGE, table(results), check=True) or stale
+    if args.what is None:
+        parser.error("name a task, or draw")
     if args.what == "demo" and args.task is None:
         parser.error("demo needs --task")
     args.binary = args.binary.absolute()
     os.chdir(ROOT)
-    (draw if args.what == "draw" else run)(args.what, args)
+    return (draw if args.what == "draw" else run)(args.what, args)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

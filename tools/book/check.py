@@ -14,7 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 DOCS = ROOT / "docs"
-SCRIPTS = [HERE / "illnesses.py", HERE / "group.py", HERE / "card.py", ROOT / "bench/sweeps/run.py"]
+SCRIPTS = [HERE / "illnesses.py", HERE / "group.py", HERE / "card.py", ROOT / "bench/sweeps/run.py", ROOT / "bench/learning/recipes.py"]
 # Words of the reference, which is docs/*.md without the table of contents, the first page and the generated settings; and of all pages.
 MOST_REFERENCE = 35_000
 MOST_WORDS = 60_000
