@@ -282,9 +282,9 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "format_only",
         title: "only one of the rewards is learned",
-        doc: "one reward has risen to 90 % of its range or more. Another one, below 80 % of its range, has not risen in 200 steps or more, and \
-              a rise by a tenth of its range would be seen",
-        formula: "level(rᵢ) ≥ 0.9 ∧ rises(rᵢ) ∧ level(rⱼ) < 0.8 ∧ flat(rⱼ) ∧ n ≥ 200",
+        doc: "one reward has risen to 90 % of its range or more, by at least 30 % of it since the first 5 steps. Another one, below 80 % of its \
+              range, has not risen in 200 steps or more, and a rise by a tenth of its range would be seen",
+        formula: "level(rᵢ) ≥ 0.9 ∧ level(rᵢ) − level(rᵢ in the first 5 steps) ≥ 0.3 ∧ level(rⱼ) < 0.8 ∧ flat(rⱼ) ∧ n ≥ 200",
         window: 40,
         setting: REWARDS,
         advice: || {

@@ -253,6 +253,11 @@ impl<'a> Judged<'a> {
             (Some(problem), _, _) => self.of_problem(problem),
             (None, Some(results), Some(Change::Better)) => {
                 let told = results.told();
+                let partly = happened.lasting.iter().find(|own| LEARNS_A_PART.contains(&own.rule.as_str()));
+                let partly = partly.filter(|_| results.measure != Measure::Accuracy);
+                let stays = partly
+                    .map(|problem| format!("; {}: {}", problem.title, problem.what))
+                    .unwrap_or_default();
                 let ended = nothing_new_from
                     .map(|step| format!(", nothing new from step {step} on"))
                     .unwrap_or_default();
@@ -262,13 +267,16 @@ impl<'a> Judged<'a> {
                     Kind::Learned
                 };
                 let word = if kind == Kind::Learning { "Learning" } else { "Learned" };
+                let word = if partly.is_some() { format!("{word} in part") } else { word.to_owned() };
+                let advice = partly.map(|problem| format!("{}.", problem.advice));
                 let next = match () {
+                    () if advice.is_some() => advice.as_deref().unwrap_or_default(),
                     () if is_solved || nothing_new_from.is_some() => "Take harder rows, or stop.",
                     () if goes_on => "Let it go on: the reward still rises.",
                     () if state == "finished" => "The reward still rises at the end: more steps may help.",
                     () => "Repeat the command to resume: the reward still rises.",
                 };
-                (kind, format!("{word}: {told}{ended}."), next.to_owned())
+                (kind, format!("{word}: {told}{ended}{stays}."), next.to_owned())
             }
             (None, Some(results), Some(Change::Worse)) => {
                 let next = "Go back to an earlier checkpoint with a lower learning rate, or keep the model that you began with.";
@@ -508,6 +516,9 @@ const SHOWS_NEAREST: [&str; 5] =
 const TRIES_REWARDS: [&str; 6] =
     ["dead_reward", "hopeless", "reward_never_fires", "format_only", "flat_reward", "hacked"];
 
+/// Rules about rewards that stay where they are while others rise. A rise of their sum is then not the whole result.
+const LEARNS_A_PART: [&str; 2] = ["reward_never_fires", "format_only"];
+
 /// Returns true if a problem is the verdict, whatever the result. The others are only remarks on a run that learned.
 fn is_grave(rule: &str, change: Option<Change>) -> bool {
     let always = ["dead_reward", "ran_away", "entropy_collapsed", "hacked"];
@@ -596,7 +607,10 @@ impl std::fmt::Display for Verdict {
             };
             writeln!(f, "  row {}: {}", line(&format!("{}{media}", example.id)), line(&example.question))?;
             let name = if example.is_nearest { "nearest completion" } else { "best-paid completion" };
-            let reward = example.reward.map(|reward| format!(", reward {reward}")).unwrap_or_default();
+            // Three digits at most: a reward of 0 and 1 stays as it is.
+            let rounded = |reward: f64| (1000.0 * reward).round() / 1000.0;
+            let reward =
+                example.reward.map(|reward| format!(", reward {}", rounded(reward))).unwrap_or_default();
             writeln!(f, "  {name}{reward}: {}", line(&example.completion))?;
             if let Some(solution) = &example.solution {
                 writeln!(f, "  its solution: {}", line(solution))?;
@@ -701,6 +715,14 @@ mod tests {
         // Problems of the way are no verdict on a run that learned.
         let directory = run(rising(20, 60), &evaluations, &[problem("no_variance"), Event::Finished]);
         assert_eq!(super::verdict(directory.path()).unwrap().kind, Kind::Learned);
+        // Unless a reward stays where it is while the sum rises.
+        let directory = run(rising(20, 60), &evaluations, &[problem("format_only"), Event::Finished]);
+        let partly = super::verdict(directory.path()).unwrap();
+        assert!(partly.sentence.starts_with("Learned in part: held out 31 % → 92 %"), "{partly}");
+        assert!(
+            partly.sentence.ends_with("; a title: numbers.") && partly.next == "Change this.",
+            "{partly}"
+        );
         // The reward rises to the end.
         let directory = run(rising(60, 60), &evaluations, &[Event::Finished]);
         let verdict = super::verdict(directory.path()).unwrap();
