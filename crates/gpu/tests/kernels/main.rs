@@ -455,6 +455,59 @@ fn products_with_codes_equal_those_with_widened_weights() {
     }
 }
 
+/// Gate, up and SwiGLU in one kernel have the bits of a product and of the activation, for weights of every form: whole and partial
+/// tiles, more rows than one launch has, and a width at which a sum of many stages has one part. What one kernel cannot do, two do.
+#[test]
+fn swiglu_of_few_rows_has_the_bits_of_two_kernels() {
+    let of = |bits: Option<QuantBits>, [n, k, t]: [usize; 3], dtype: Dtype| {
+        let gpu = gpu((n + t) as u64);
+        let x = gpu.cast(&gpu.upload(&noise(t * k, 2)), dtype);
+        let values = [noise(n * k, 3), noise(n * k, 4)];
+        let dense = [0, 1].map(|i| gpu.cast(&gpu.upload(&values[i]), dtype));
+        let codes = bits.map(|bits| {
+            [0, 1].map(|of: usize| {
+                let row = |i: usize, row: &mut [f32]| row.copy_from_slice(&values[of][i * k..(i + 1) * k]);
+                let (codes, scales) = QuantMatrix::from_rows(bits, n, k, row).unwrap().by_rows();
+                let scales: Vec<_> = scales.iter().map(|scale| [scale.min, scale.step]).collect();
+                Codes::new(&gpu, bits, [n, k], &codes, &scales)
+            })
+        });
+        let biases = [numbers(&gpu, n, Dtype::F32, 5).0, numbers(&gpu, n, dtype, 6).0];
+        let layers = [0, 1].map(|i| Affine {
+            weight: codes.as_ref().map_or(Weight::Dense(&dense[i]), |codes| Weight::Codes(&codes[i])),
+            bias: (n % 3 != i).then_some(&biases[i]),
+            n,
+        });
+        let kernels = |f: &dyn Fn() -> Array| {
+            let count = || gpu.traffic().map_or(0, |[_, _, kernels]| kernels);
+            let before = count();
+            let y = f();
+            (y.to_vec().iter().map(|y| y.to_bits()).collect::<Vec<_>>(), count() - before)
+        };
+        let (joined, launches) = kernels(&|| gpu.swiglu_rows(&x, layers, k, dtype));
+        let (apart, of_two) = kernels(&|| {
+            let mut gate_up = gpu.alloc(t * 2 * n, dtype);
+            gpu.linear_rows(&mut gate_up, [0, 2 * n], &x, &layers, k, Onto::Nothing);
+            gpu.swiglu(&gate_up, t, n)
+        });
+        gpu.check().unwrap();
+        assert_eq!(joined, apart, "{bits:?}, {n}×{k}, {t} rows, {dtype:?}");
+        [launches, of_two]
+    };
+    for bits in [None, Some(QuantBits::Eight), Some(QuantBits::Four)] {
+        for sizes in [[70, 72, 9], [3, 64, 1], [32, 128, 70], [33, 120, 40], [4290, 136, 3]] {
+            let [joined, apart] = of(bits, sizes, Dtype::Bf16);
+            assert!(joined < apart || apart == 0, "{bits:?}, {sizes:?}: {joined} kernels");
+        }
+        for sizes in [[70, 520, 9], [5, 33, 2]] {
+            let [joined, apart] = of(bits, sizes, Dtype::Bf16);
+            assert_eq!(joined, apart, "{bits:?}, {sizes:?}");
+        }
+    }
+    of(None, [4290, 648, 9], Dtype::Bf16);
+    of(None, [5, 24, 2], Dtype::F32);
+}
+
 /// A product is added to other rows, whose values stay, and to its output's.
 #[test]
 fn products_are_added_to_a_residual() {
