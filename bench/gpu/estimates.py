@@ -24,7 +24,7 @@ LAUNCH = 2.0e-6  # seconds between kernels that the host launches one by one
 TOKEN = 20e-6  # seconds for upload, launch of the graph and read: a guess
 # Kernels of a decoder layer in a decoding step: norm, q|k|v, rotation, prompt's keys, own keys, projection, norm, gate|up, activation,
 # down. crates/gpu/tests/graphs.rs counts them.
-KERNELS = 10
+KERNELS = 9
 # Bytes that a weight takes in memory, with the scales of its group.
 BYTES = {"16": 2.0, "8": 1 + 4 / 64, "4": 0.5 + 4 / 64}
 # A step with `offload_optimizer`. All rates of the host are guesses, except for that of a core.

@@ -30,6 +30,7 @@ pub(crate) struct Cuda {
     name: String,
     /// Bytes of shared memory that a block can have.
     most_shared: usize,
+    multiprocessors: usize,
     /// Address on the PCI bus.
     bus: String,
     context: sys::CUcontext,
@@ -192,6 +193,9 @@ impl Cuda {
             let most_shared = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
             let most_shared =
                 result::device::get_attribute(device, most_shared).map_err(said("cuDeviceGetAttribute"))?;
+            let multiprocessors = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+            let multiprocessors = result::device::get_attribute(device, multiprocessors)
+                .map_err(said("cuDeviceGetAttribute"))?;
             let make = || result::stream::create(result::stream::StreamKind::NonBlocking);
             let [stream, copies] = [make(), make()].map(|stream| stream.map_err(said("cuStreamCreate")));
             let (stream, copies) = (stream?, copies?);
@@ -205,6 +209,7 @@ impl Cuda {
             Ok(Self {
                 name,
                 most_shared: most_shared as usize,
+                multiprocessors: multiprocessors as usize,
                 bus,
                 context,
                 stream,
@@ -310,6 +315,10 @@ impl Driver for Cuda {
 
     fn most_shared(&self) -> usize {
         self.most_shared
+    }
+
+    fn multiprocessors(&self) -> usize {
+        self.multiprocessors
     }
 
     fn logits(&self) -> [usize; 2] {

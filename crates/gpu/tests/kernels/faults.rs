@@ -27,34 +27,69 @@ const FAULTS: &[(&str, &[Fault])] = &[
             fault(
                 "attention",
                 "no barrier after copies have arrived",
-                "wait_copies<1>();\n        sync_block();",
-                "wait_copies<1>();",
+                "wait_copies<0>();\n        sync_block();\n        if (keys",
+                "wait_copies<0>();\n        if (keys",
             ),
             fault(
                 "attention",
-                "no barrier before a stage is written again",
-                "accumulate<D, N>(acc, s, sv + stage * ROWS * LD);\n        sync_block();",
-                "accumulate<D, N>(acc, s, sv + stage * ROWS * LD);",
+                "a stage is written before all have read it",
+                "wait_copies<0>();\n        sync_block();\n        if (keys.valid()) fetch(stage ^ 1);",
+                "wait_copies<0>();\n        if (keys.valid()) fetch(stage ^ 1);\n        sync_block();",
             ),
-            fault("attention", "waits for one group of copies too few", "wait_copies<1>", "wait_copies<2>"),
-            fault(
-                "attention",
-                "waits for no copies in the backward pass",
-                "wait_copies<0>",
-                "wait_copies<1>",
-            ),
+            fault("attention", "waits for one group of copies too few", "wait_copies<0>", "wait_copies<1>"),
             fault(
                 "attention",
                 "the causal mask is off by one",
-                "key >= row + e / 2 * 8 + it.off",
-                "key > row + e / 2 * 8 + it.off",
+                "key >= row + i * 16 + e / 2 * 8 + off",
+                "key > row + i * 16 + e / 2 * 8 + off",
             ),
-            fault("attention", "no mask on the last keys", "c.at + ROWS > it.k1 ||", "c.at > it.k1 ||"),
             fault(
                 "attention",
-                "no barrier at the end of a step over queries",
-                "accumulate<D, N>(acc_k, s, sq);\n        sync_block();",
-                "accumulate<D, N>(acc_k, s, sq);",
+                "the causal mask of the backward pass is off by one",
+                "key >= row + e / 2 * 8 + off",
+                "key > row + e / 2 * 8 + off",
+            ),
+            fault("attention", "no mask on the last keys", "at + ROWS > end ||", "at > end ||"),
+            fault("attention", "no mask on the last keys of a step", "at + KEYS > end ||", "at > end ||"),
+            fault("attention", "no mask on the last queries", "first + Q <= now.q1 &&", "first <= now.q1 &&"),
+            fault(
+                "attention",
+                "no barrier in a step over queries",
+                "wait_copies<0>();\n        sync_block();\n        if (item",
+                "wait_copies<0>();\n        if (item",
+            ),
+            fault(
+                "attention",
+                "statistics of the other stage",
+                "stats + stage * 2 * Q",
+                "stats + (stage ^ 1) * 2 * Q",
+            ),
+            fault("attention", "two statistics swapped", "? lse : delta)", "? delta : lse)"),
+            fault(
+                "attention",
+                "the statistics of the step before",
+                "stat *= -LOG2E;",
+                "stat *= -LOG2E; stat = stats[threadIdx.x];",
+            ),
+            fault("attention", "a larger maximum reduces no values", "if (decay != 1)", "if (decay == 1)"),
+            fault(
+                "attention",
+                "a larger maximum reduces no sum",
+                "fma_(l[i][h], decay, sum)",
+                "l[i][h] + sum",
+            ),
+            fault(
+                "attention",
+                "keys of an item that the tile does not see",
+                "if (at < end) return;",
+                "return;",
+            ),
+            fault("attention", "the maximum of half of a row", "top = max_(top, shuffle_xor(top, 2));", ""),
+            fault(
+                "attention",
+                "halves of a fragment of values swapped",
+                "mma(acc[i][c / 8], a[i], b[0], b[1]), mma(acc[i][c / 8 + 1], a[i], b[2], b[3])",
+                "mma(acc[i][c / 8], a[i], b[0], b[2]), mma(acc[i][c / 8 + 1], a[i], b[1], b[3])",
             ),
             fault(
                 "attention",
@@ -65,15 +100,15 @@ const FAULTS: &[(&str, &[Fault])] = &[
             fault(
                 "attention",
                 "a barrier in a branch",
-                "wait_copies<1>();\n        sync_block();",
-                "wait_copies<1>();\n        if (threadIdx.x < 96) sync_block();",
+                "wait_copies<0>();\n        sync_block();",
+                "wait_copies<0>();\n        if (threadIdx.x < 96) sync_block();",
             ),
             fault("attention", "rows behind the end are stored", "if (row + g < end)", ""),
             fault(
                 "attention",
                 "the gradient is read with another stride",
-                "sd, dout + head * D, sh.out_stride, tile",
-                "sd, dout + head * D, sh.stride, tile",
+                "(i64)tile.row0 * sh.out_stride, sh.out_stride, tile",
+                "(i64)tile.row0 * sh.stride, sh.stride, tile",
             ),
             fault(
                 "attention",
@@ -82,7 +117,7 @@ const FAULTS: &[(&str, &[Fault])] = &[
                 "for (int h = 0; h < group - 1; h++)",
             ),
             fault("attention", "another head's keys", "kv = head / sh.group", "kv = head % sh.group"),
-            fault("attention", "keys before the range have a gradient", "key >= it.k0 && ", ""),
+            fault("attention", "keys before the range have a gradient", "key < now.k0 || ", ""),
             fault(
                 "attention",
                 "the gradient of queries is not scaled",
@@ -90,6 +125,37 @@ const FAULTS: &[(&str, &[Fault])] = &[
                 "dq + head * D, acc, 1, 1",
             ),
             fault("attention", "one transposition too many", "load_matrices<true>", "load_matrices<false>"),
+        ],
+    ),
+    (
+        "attention_has_the_same_bits_on_every_card",
+        &[
+            fault("attention", "the first rows of a warp twice", "lq + i * 16 * LD + c", "lq + c"),
+            fault(
+                "attention",
+                "masks of the first rows",
+                "row + i * 16 + e / 2 * 8 + off",
+                "row + e / 2 * 8 + off",
+            ),
+            fault(
+                "attention",
+                "statistics of the first rows",
+                "at = row + i * 16 + 8 * h",
+                "at = row + 8 * h",
+            ),
+            fault(
+                "attention",
+                "outputs of the first rows",
+                "store_rows<D>(out + head * D, acc[i]",
+                "store_rows<D>(out + head * D, acc[0]",
+            ),
+            fault("attention", "weights of the first rows", "= s[i][j], (&n)", "= s[0][j], (&n)"),
+            fault(
+                "attention",
+                "a warp's rows overlap",
+                "threadIdx.x / 32 * 16 * M;",
+                "threadIdx.x / 32 * 16;",
+            ),
         ],
     ),
     ("attention_in_windows", &[fault("attention", "columns behind a head are read", "&& c < D", "")]),
@@ -152,8 +218,8 @@ const FAULTS: &[(&str, &[Fault])] = &[
             fault(
                 "linear",
                 "sums take the place of a stage that others read",
-                "wait_copies<0>();\n        sync_block();",
-                "wait_copies<0>();",
+                "float* sums = (float*)shared;\n        sync_block();",
+                "float* sums = (float*)shared;",
             ),
             fault(
                 "linear",
@@ -275,6 +341,13 @@ const FAULTS: &[(&str, &[Fault])] = &[
                 "a token is written behind its place",
                 "own % PAGE) * width",
                 "it.length % PAGE) * width",
+            ),
+            fault("attention", "waits for one group of copies too few", "wait_copies<1>", "wait_copies<2>"),
+            fault(
+                "attention",
+                "no barrier before a stage is written again",
+                "accumulate<D, N>(acc, s, sv + stage * ROWS * LD);\n        sync_block();",
+                "accumulate<D, N>(acc, s, sv + stage * ROWS * LD);",
             ),
             fault(
                 "attention",
@@ -538,7 +611,7 @@ impl Fault {
 fn text(file: &str) -> String {
     let name = format!("cuda/{file}.{}", if file == "prim" { "cuh" } else { "cu" });
     let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap();
-    text.replace("OF_WIDTH(80)\nOF_WIDTH(128)\n", "")
+    text.replace("OF_WIDTH(80)\nOF_WIDTH(128)\nOF_SMALL_BLOCKS(128)\n", "")
 }
 
 /// Compiles a file of kernels that is in `folder`, or the scheduler `emu`.

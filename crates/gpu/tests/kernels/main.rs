@@ -112,12 +112,15 @@ fn near(got: &[Vec<f64>], want: &[Vec<f64>], bounds: &[f64], what: &str) {
 
 /// Runs the forward and backward pass of one layout; returns the bits of all results.
 fn attention(schedule: u64, layout: &AttentionLayout, t: usize, heads: Heads, dtype: Dtype) -> Vec<f32> {
-    let gpu = gpu(schedule);
+    attention_on(&gpu(schedule), layout, t, heads, dtype)
+}
+
+fn attention_on(gpu: &Gpu, layout: &AttentionLayout, t: usize, heads: Heads, dtype: Dtype) -> Vec<f32> {
     let Heads { q, kv, d } = heads;
     let stride = (q + 2 * kv) * d;
-    let (qkv, host) = numbers(&gpu, t * stride, dtype, 3);
-    let (dout, dhost) = numbers(&gpu, t * q * d, dtype, 4);
-    let pattern = Pattern::new(&gpu, layout, t);
+    let (qkv, host) = numbers(gpu, t * stride, dtype, 3);
+    let (dout, dhost) = numbers(gpu, t * q * d, dtype, 4);
+    let pattern = Pattern::new(gpu, layout, t);
     let (out, lse) = gpu.attention(&qkv, &pattern, heads);
     let dqkv = gpu.attention_back(&qkv, &out, &lse, &dout, &pattern, heads);
     gpu.check().unwrap();
@@ -142,8 +145,7 @@ fn attention(schedule: u64, layout: &AttentionLayout, t: usize, heads: Heads, dt
         error(&columns(&dqkv_host, stride, (q + kv) * d, kv * d), &dv),
     ];
     let bound = if dtype == Dtype::Bf16 { 5e-3 } else { 1e-5 };
-    let what =
-        format!("{heads:?} {dtype:?} {layout:?}, schedule {schedule}: {errors:?}, log-sum-exp {far:.1e}");
+    let what = format!("{heads:?} {dtype:?} {layout:?}, {}: {errors:?}, log-sum-exp {far:.1e}", gpu.name());
     assert!(far < 1e-4 && errors.iter().all(|&e| e < bound), "{what}");
     [out.to_vec(), lse_host, dqkv.to_vec()].concat()
 }
@@ -168,6 +170,33 @@ fn groups() -> (AttentionLayout, usize) {
 fn attention_with_shared_prefixes() {
     let (layout, t) = groups();
     attention_under_every_schedule(&layout, t, Heads { q: 2, kv: 1, d: 64 }, Dtype::Bf16);
+}
+
+/// A card with few multiprocessors and much shared memory gets tiles of 128 queries and steps of 64 keys, a card with less shared
+/// memory other kernels. The bits are the same.
+fn attention_has_the_same_bits_on_every_card_with(d: usize) {
+    let layout = AttentionLayout::groups(&[(135, vec![37, 1]), (3, vec![30])]);
+    let heads = Heads { q: 2, kv: 1, d };
+    let run = |schedule, multiprocessors, kib: usize| {
+        let gpu = gpu(schedule);
+        gpu.emulate_card(multiprocessors, kib << 10);
+        attention_on(&gpu, &layout, 206, heads, Dtype::Bf16).iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+    };
+    let first = run(SCHEDULES[0], 132, 99);
+    for schedule in SCHEDULES {
+        assert!(run(schedule, 2, 227) == first, "{heads:?} under schedule {schedule}");
+    }
+    assert!(run(2, 132, 227) == first, "{heads:?}");
+}
+
+#[test]
+fn attention_has_the_same_bits_on_every_card() {
+    attention_has_the_same_bits_on_every_card_with(64);
+}
+
+#[test]
+fn attention_of_wide_heads_has_the_same_bits_on_every_card() {
+    attention_has_the_same_bits_on_every_card_with(128);
 }
 
 #[test]
