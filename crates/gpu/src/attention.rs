@@ -342,9 +342,10 @@ impl Gpu {
             // The queries of a tile, and two stages of keys and values.
             let shared = |queries| (queries + 4 * ROWS) * (width + 8) * 2;
             let (wide, driver) = (&pattern.by_query_wide, self.driver());
-            // A multiprocessor has two blocks. With fewer than two rounds of blocks, larger ones would leave more of it idle.
-            let enough = q * wide.len >= 2 * 2 * driver.multiprocessors();
-            if enough && shared(WIDE * ROWS) <= driver.most_shared() {
+            // A wide tile takes about 1.5 times as long as a tile. So it is not used for ranges of few rows, nor if there were fewer
+            // than one and a half rounds of blocks: a multiprocessor has two at a time.
+            let saves = 3 * wide.len <= 2 * pattern.by_query.len && q * wide.len >= 3 * driver.multiprocessors();
+            if saves && shared(WIDE * ROWS) <= driver.most_shared() {
                 let Tiles { tiles, items, len } = wide;
                 let kernel = kernels::forward_wide(d, &out, &lse, a, b, c, tiles, items, shape);
                 self.launch(kernel, [q, *len, 1], 128, shared(WIDE * ROWS));
