@@ -320,8 +320,9 @@ def predicted(when, model, what, sizes, of):
     rows = of.get("rows")
     match what:
         case "product":
-            few = rows <= 64
-            return few_rows_alone(when, rows, of["n"], of["k"]) if few else CALLS + product(rows, of["n"], of["k"])
+            if "in_turn" in of and rows <= 64:
+                return KERNEL + few_rows(when, rows, of["n"], of["k"], stream=STREAM)
+            return few_rows_alone(when, rows, of["n"], of["k"]) if rows <= 64 else CALLS + product(rows, of["n"], of["k"])
         case "product, backward":
             return CALLS + product_back(rows, of["n"], of["k"])
         case "attention" | "attention, backward":

@@ -344,7 +344,8 @@ impl Gpu {
             let (wide, driver) = (&pattern.by_query_wide, self.driver());
             // A wide tile takes about 1.5 times as long as a tile. So it is not used for ranges of few rows, nor if there were fewer
             // than one and a half rounds of blocks: a multiprocessor has two at a time.
-            let saves = 3 * wide.len <= 2 * pattern.by_query.len && q * wide.len >= 3 * driver.multiprocessors();
+            let saves =
+                3 * wide.len <= 2 * pattern.by_query.len && q * wide.len >= 3 * driver.multiprocessors();
             if saves && shared(WIDE * ROWS) <= driver.most_shared() {
                 let Tiles { tiles, items, len } = wide;
                 let kernel = kernels::forward_wide(d, &out, &lse, a, b, c, tiles, items, shape);

@@ -1,5 +1,6 @@
 //! NVIDIA GPUs, used through the driver API. Libraries are loaded when a GPU is opened.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 use std::ffi::{CString, c_void};
 use std::path::{Path, PathBuf};
@@ -44,11 +45,18 @@ pub(crate) struct Cuda {
     arch: String,
     cache: PathBuf,
     /// Functions by `file/name`. A file is compiled when one of its kernels is first launched.
-    functions: Mutex<HashMap<&'static str, sys::CUfunction>>,
+    functions: Mutex<HashMap<&'static str, Function>>,
     modules: Mutex<HashMap<&'static str, sys::CUmodule>>,
     blas: Blas,
     /// Names of the last launches, the newest first.
     recent: Mutex<VecDeque<&'static str>>,
+}
+
+/// A kernel on the device.
+struct Function {
+    at: sys::CUfunction,
+    /// Bytes of dynamic shared memory that its launches may have.
+    shared: usize,
 }
 
 // SAFETY: any thread may use the handles if their context is its current context, which `enter` ensures. Tables are behind locks.
@@ -276,11 +284,25 @@ impl Cuda {
         }
     }
 
+    /// Returns the function of a launch, which may have as much shared memory as the launch needs.
     fn function(&self, launch: Launch) -> Result<sys::CUfunction> {
         let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(&function) = functions.get(launch.kernel) {
-            return Ok(function);
+        let known = match functions.entry(launch.kernel) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => new.insert(Function { at: self.find(launch)?, shared: 48 << 10 }),
+        };
+        if launch.shared > known.shared {
+            let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function belongs to a module that is never unloaded.
+            unsafe { result::function::set_function_attribute(known.at, most, launch.shared as i32) }
+                .map_err(|error| Error::Launch { kernel: launch.kernel.into(), what: described(&error) })?;
+            known.shared = launch.shared;
         }
+        Ok(known.at)
+    }
+
+    /// Returns the function with this name. Compiles its file, unless another launch has.
+    fn find(&self, launch: Launch) -> Result<sys::CUfunction> {
         let (file, name) = launch.file_and_name();
         let missing = |what: String| Error::Launch { kernel: launch.kernel.into(), what };
         let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
@@ -301,10 +323,7 @@ impl Cuda {
         };
         let symbol = CString::new(name).map_err(|_| missing("the name contains a zero byte".into()))?;
         // SAFETY: modules are never unloaded.
-        let function = unsafe { result::module::get_function(module, symbol) }
-            .map_err(|error| missing(error.to_string()))?;
-        functions.insert(launch.kernel, function);
-        Ok(function)
+        unsafe { result::module::get_function(module, symbol) }.map_err(|error| missing(error.to_string()))
     }
 }
 
@@ -520,11 +539,6 @@ impl Driver for Cuda {
         // SAFETY: the function belongs to a module that is never unloaded. The tests run the same calls on the emulator, which
         // compares the arguments with the kernel's parameters.
         unsafe {
-            if launch.shared > 48 << 10 {
-                let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-                result::function::set_function_attribute(function, most, launch.shared as i32)
-                    .map_err(fail)?;
-            }
             let mut pointers: Vec<*mut c_void> = args.pointers();
             result::launch_kernel(
                 function,

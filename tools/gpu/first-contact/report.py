@@ -57,7 +57,7 @@ def speed(results, products, copy):
         model = known.get(result["model"])
         least = max(of.get("flops", 0) / products, of.get("bytes", 0) / copy)
         guess = predict.predicted("now", model, result["what"], result["sizes"], of) if model else None
-        estimate = f"{guess * 1e3:.3g} ms" if guess else ""
+        estimate = f"{guess * 1e3:#.4g} ms" if guess else ""
         name = " ".join(filter(None, [result["what"], of.get("name", "").removeprefix("model.")]))
         share = f"{least / secs:.0%}" if least else ""
         counts = [(of.get("flops"), 1e12, "TFLOP/s"), (of.get("bytes"), 1e9, "GB/s")]

@@ -60,7 +60,7 @@ const FAULTS: &[(&str, &[Fault])] = &[
             ),
             fault(
                 "attention",
-                "statistics of the other stage",
+                "statistics of the wrong stage",
                 "stats + stage * 2 * Q",
                 "stats + (stage ^ 1) * 2 * Q",
             ),
