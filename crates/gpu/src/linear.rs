@@ -351,9 +351,8 @@ impl Gpu {
 
     /// Computes `silu(gate) · up`, `[t, k] → [t, n]` in `dtype`, of two layers with n outputs each. The bits are those of
     /// [`Self::linear_rows`], whose output has `dtype`, and of [`Self::swiglu`].
-    pub fn swiglu_rows(&self, x: &Array, layers: [Affine; 2], k: usize, dtype: Dtype) -> Array {
+    pub fn swiglu_rows(&self, x: &Array, layers: [Affine; 2], [t, k]: [usize; 2], dtype: Dtype) -> Array {
         let [n, tiles] = [layers[0].n, layers[0].n.div_ceil(WEIGHT_ROWS) * 2];
-        let t = rows(x, k, 0);
         let [parts, pieces] = parts_of(tiles, k);
         let alike = kind(&layers[0]) == kind(&layers[1]) && n == layers[1].n;
         let low = [x.dtype(), dtype, layers[0].weight.dtype()] == [Dtype::Bf16; 3];

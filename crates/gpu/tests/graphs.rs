@@ -236,7 +236,7 @@ fn a_decoder_layer_takes_nine_kernels() {
         let mut y = gpu.alloc(rows * h, Dtype::F32);
         gpu.linear_rows(&mut y, [0, h], &attended, &[layer(3)], q, Onto::Residual(&x));
         let normed = gpu.rms(&y, &norms[1], 1e-6, Dtype::Bf16).0;
-        let active = gpu.swiglu_rows(&normed, [layer(4), layer(5)], h, Dtype::Bf16);
+        let active = gpu.swiglu_rows(&normed, [layer(4), layer(5)], [rows, h], Dtype::Bf16);
         gpu.linear_rows(out, [0, h], &active, &[layer(6)], inner, Onto::Residual(&y));
     };
     let kernels = |f: &mut dyn FnMut()| {

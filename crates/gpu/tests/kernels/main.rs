@@ -513,7 +513,7 @@ fn swiglu_of_few_rows_has_the_bits_of_two_kernels() {
             let y = f();
             (y.to_vec().iter().map(|y| y.to_bits()).collect::<Vec<_>>(), count() - before)
         };
-        let (joined, launches) = kernels(&|| gpu.swiglu_rows(&x, layers, k, dtype));
+        let (joined, launches) = kernels(&|| gpu.swiglu_rows(&x, layers, [t, k], dtype));
         let (apart, of_two) = kernels(&|| {
             let mut gate_up = gpu.alloc(t * 2 * n, dtype);
             gpu.linear_rows(&mut gate_up, [0, 2 * n], &x, &layers, k, Onto::Nothing);

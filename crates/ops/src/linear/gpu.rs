@@ -55,7 +55,8 @@ impl LinearOps for Card {
     fn linear_swiglu(&self, x: &Rows, gate_up: &[Linear; 2]) -> Rows {
         let ((rows, k), layers) = (x.dims(), self.layers(gate_up));
         let [gate, up] = [&layers[0], &layers[1]].map(Layer::affine);
-        let y = self.gpu.swiglu_rows(self.of(x), [gate, up], k, self.output(self.of(x).dtype(), &layers));
+        let y =
+            self.gpu.swiglu_rows(self.of(x), [gate, up], [rows, k], self.output(self.of(x).dtype(), &layers));
         self.rows(y, rows, gate.n)
     }
 
