@@ -50,8 +50,6 @@ const FAULTS: &[(&str, &[Fault])] = &[
                 "key > row + e / 2 * 8 + off",
             ),
             fault("attention", "no mask on the last keys", "at + ROWS > end ||", "at > end ||"),
-            fault("attention", "no mask on the last keys of a step", "at + KEYS > end ||", "at > end ||"),
-            fault("attention", "no mask on the last queries", "first + Q <= now.q1 &&", "first <= now.q1 &&"),
             fault(
                 "attention",
                 "no barrier in a step over queries",
@@ -77,12 +75,6 @@ const FAULTS: &[(&str, &[Fault])] = &[
                 "a larger maximum reduces no sum",
                 "fma_(l[i][h], decay, sum)",
                 "l[i][h] + sum",
-            ),
-            fault(
-                "attention",
-                "keys of an item that the tile does not see",
-                "if (at < end) return;",
-                "return;",
             ),
             fault("attention", "the maximum of half of a row", "top = max_(top, shuffle_xor(top, 2));", ""),
             fault(
@@ -182,12 +174,6 @@ const FAULTS: &[(&str, &[Fault])] = &[
             ),
             fault("linear", "a row too many is read", "w_in[j] = r < w.n;", "w_in[j] = r <= w.n;"),
             fault("linear", "columns behind the end are read", "step * X_PIECES < x_left", "true"),
-            fault(
-                "linear",
-                "a stage is written before it was read",
-                "fetch_x(s + STAGES - 1)",
-                "fetch_x(s + STAGES)",
-            ),
             fault("linear", "rows of another batch", "j * X_ROWS < rows", "j * X_ROWS <= rows"),
             fault("linear", "the next 16 columns of a fragment", "c / 16 % 2][0]", "0][0]"),
             fault(
@@ -208,6 +194,15 @@ const FAULTS: &[(&str, &[Fault])] = &[
         ],
     ),
     (
+        "edges::sums_that_use_each_stage_again",
+        &[fault(
+            "linear",
+            "a stage is written before it was read",
+            "fetch_x(s + STAGES - 1)",
+            "fetch_x(s + STAGES)",
+        )],
+    ),
+    (
         "swiglu_of_few_rows_has_the_bits_of_two_kernels",
         &[
             fault("linear", "gate twice", "of < OWN ? w.at : l1.at", "w.at"),
@@ -226,12 +221,6 @@ const FAULTS: &[(&str, &[Fault])] = &[
                 "no barrier before sums are read",
                 "out) : 0)));\n        }\n        sync_block();",
                 "out) : 0)));\n        }",
-            ),
-            fault(
-                "linear",
-                "outputs behind the end are stored",
-                "if (out < w.n) store4(y, at, at",
-                "store4(y, at, at",
             ),
         ],
     ),
