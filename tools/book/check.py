@@ -15,10 +15,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 DOCS = ROOT / "docs"
 SCRIPTS = [HERE / "illnesses.py", HERE / "group.py", HERE / "card.py", ROOT / "bench/sweeps/run.py", ROOT / "bench/learning/recipes.py"]
-# Words of the reference, which is docs/*.md without the table of contents, the first page and the generated settings; and of all pages.
+# Words of the reference, which is docs/*.md without the table of contents, the first page and generated pages; and of all pages.
 MOST_REFERENCE = 35_000
 MOST_WORDS = 60_000
-NOT_REFERENCE = {"SUMMARY.md", "README.md", "flags.md"}
+NOT_REFERENCE = {"SUMMARY.md", "README.md", "flags.md", "gpu-results.md"}
 ENTRY = re.compile(r"^\s*(?:- )?\[(.*)\]\((.*)\)$", re.M)
 
 
@@ -61,7 +61,7 @@ def main():
         if subprocess.run([sys.executable, script, "--check"]).returncode:
             problems.append(f"{script.relative_to(ROOT)} --check failed")
     reference = [page for page in DOCS.glob("*.md") if page.name not in NOT_REFERENCE]
-    everything = [*DOCS.glob("*.md"), *(DOCS / "guide").glob("*.md")]
+    everything = [page for page in [*DOCS.glob("*.md"), *(DOCS / "guide").glob("*.md")] if page.name != "SUMMARY.md"]
     print(json.dumps({"reference": words(reference), "guide": words((DOCS / "guide").glob("*.md")), "settings": words([DOCS / "flags.md"]),
                       "all": words(everything)}))
     if words(reference) > MOST_REFERENCE:

@@ -142,6 +142,8 @@ inline float tanh_(float x) { return std::tanh(x); }
 inline float erf_(float x) { return std::erf(x); }
 inline float sqrt_(float x) { return std::sqrt(x); }
 inline float rounded_product(float a, float b) { return a * b; }
+inline float fma_(float a, float b, float c) { return std::fma(a, b, c); }
+inline float max_(float a, float b) { return std::fmax(a, b); }
 inline float f32(uint16_t x) { uint32_t u = uint32_t(x) << 16; float f; memcpy(&f, &u, 4); return f; }
 inline uint32_t bits(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
 inline float from_bits(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }

@@ -44,6 +44,8 @@ impl Heads {
 
 /// Number of rows in a tile.
 const ROWS: usize = 64;
+/// Factor by which tiles of queries are larger in the forward pass if there are enough of them.
+const WIDE: usize = 2;
 
 /// The query rows `q[0]..q[1]` and the key rows that they see: query `i` sees key `j` of `k[0]..k[1]` if `j < i + off`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
@@ -79,6 +81,8 @@ impl Tiles {
 #[derive(Debug)]
 pub struct Pattern {
     by_query: Tiles,
+    /// The same, with [`WIDE`] times the rows in a tile.
+    by_query_wide: Tiles,
     by_key: Tiles,
     /// True if every row is a query. Otherwise, outputs are set to zero first.
     complete: bool,
@@ -111,7 +115,7 @@ fn index(n: usize) -> i32 {
     n.min(1 << 29) as i32
 }
 
-fn by_query(layout: &AttentionLayout) -> (Vec<Tile>, Vec<Item>) {
+fn by_query(layout: &AttentionLayout, rows: usize) -> (Vec<Tile>, Vec<Item>) {
     let (mut tiles, mut items) = (Vec::new(), Vec::new());
     for range in &layout.ranges {
         let first = index(items.len());
@@ -122,8 +126,8 @@ fn by_query(layout: &AttentionLayout) -> (Vec<Tile>, Vec<Item>) {
             items.push(Item { q, k, off: if causal { k[1] - q[1] + 1 } else { ALL } });
         }
         let last = index(items.len());
-        for at in (q[0]..q[1]).step_by(ROWS) {
-            tiles.push(Tile { rows: [at, q[1].min(at + ROWS as i32)], items: [first, last] });
+        for at in (q[0]..q[1]).step_by(rows) {
+            tiles.push(Tile { rows: [at, q[1].min(at + rows as i32)], items: [first, last] });
         }
     }
     longest_first(&mut tiles, &items, keys_of);
@@ -131,7 +135,7 @@ fn by_query(layout: &AttentionLayout) -> (Vec<Tile>, Vec<Item>) {
 }
 
 fn by_key(layout: &AttentionLayout, rows: usize) -> (Vec<Tile>, Vec<Item>) {
-    let all = by_query(layout).1;
+    let all = by_query(layout, ROWS).1;
     let (mut tiles, mut items) = (Vec::new(), Vec::new());
     for at in (0..rows).step_by(ROWS) {
         let [begin, end] = [at, rows.min(at + ROWS)].map(index);
@@ -154,7 +158,8 @@ impl Pattern {
     pub fn new(gpu: &Gpu, layout: &AttentionLayout, rows: usize) -> Self {
         let queries: usize = layout.ranges.iter().map(|range| range.queries.len()).sum();
         Self {
-            by_query: Tiles::new(gpu, &by_query(layout)),
+            by_query: Tiles::new(gpu, &by_query(layout, ROWS)),
+            by_query_wide: Tiles::new(gpu, &by_query(layout, WIDE * ROWS)),
             by_key: Tiles::new(gpu, &by_key(layout, rows)),
             complete: queries == rows,
         }
@@ -331,13 +336,27 @@ impl Gpu {
         let t = qkv.len() / heads.packed().max(1);
         let out = self.output(t * q * d, qkv.dtype(), pattern);
         let lse = self.output(t * q, Dtype::F32, pattern);
-        let Tiles { tiles, items, len } = &pattern.by_query;
         let shape = heads.shape();
         let [a, b, c] = [0, q * d, (q + kv) * d].map(|col| qkv.element(col));
         if let Some(width) = heads.tensor_cores(qkv.dtype()) {
-            let kernel = kernels::forward(d, &out, &lse, a, b, c, tiles, items, shape);
-            self.launch(kernel, [q, *len, 1], 128, 5 * ROWS * (width + 8) * 2);
+            // The queries of a tile, and two stages of keys and values.
+            let shared = |queries| (queries + 4 * ROWS) * (width + 8) * 2;
+            let (wide, driver) = (&pattern.by_query_wide, self.driver());
+            // A wide tile takes about 1.5 times as long as a tile. So it is not used for ranges of few rows, nor if there were fewer
+            // than one and a half rounds of blocks: a multiprocessor has two at a time.
+            let saves =
+                3 * wide.len <= 2 * pattern.by_query.len && q * wide.len >= 3 * driver.multiprocessors();
+            if saves && shared(WIDE * ROWS) <= driver.most_shared() {
+                let Tiles { tiles, items, len } = wide;
+                let kernel = kernels::forward_wide(d, &out, &lse, a, b, c, tiles, items, shape);
+                self.launch(kernel, [q, *len, 1], 128, shared(WIDE * ROWS));
+            } else {
+                let Tiles { tiles, items, len } = &pattern.by_query;
+                let kernel = kernels::forward(d, &out, &lse, a, b, c, tiles, items, shape);
+                self.launch(kernel, [q, *len, 1], 128, shared(ROWS));
+            }
         } else {
+            let Tiles { tiles, items, len } = &pattern.by_query;
             let kernel = plain::forward(&out, &lse, a, b, c, tiles, items, shape, d);
             self.launch(kernel, [q, *len, ROWS], 128, 0);
         }
@@ -379,11 +398,23 @@ impl Gpu {
         if let Some(padded) = heads.tensor_cores(qkv.dtype()) {
             let dout = &*self.held(dout, Dtype::Bf16);
             let line = (padded + 8) * 2;
-            let kernel = kernels::backward_q(d, &dqkv, dout, lse, &delta, a, b, c, tiles, items, shape);
-            self.launch(kernel, [q, *len, 1], 128, 4 * ROWS * line);
+            // Rows of queries and of gradients, and two stages of keys and values.
+            let shared = |keys| (2 * ROWS + 4 * keys) * line;
+            let fits = shared(ROWS) <= self.driver().most_shared();
+            let (kernel, keys) = match fits {
+                true => {
+                    (kernels::backward_q(d, &dqkv, dout, lse, &delta, a, b, c, tiles, items, shape), ROWS)
+                }
+                false => (
+                    kernels::backward_q_narrow(d, &dqkv, dout, lse, &delta, a, b, c, tiles, items, shape),
+                    ROWS / 2,
+                ),
+            };
+            self.launch(kernel, [q, *len, 1], 128, shared(keys));
             let Tiles { tiles, items, len } = by_key;
             let kernel = kernels::backward_kv(d, to, dout, lse, &delta, a, b, c, tiles, items, shape);
-            self.launch(kernel, [q, *len, 1], 128, 3 * ROWS * line);
+            // Keys and values, and two stages of queries, of gradients and of two numbers for each query.
+            self.launch(kernel, [q, *len, 1], 128, 4 * ROWS * line + 4 * ROWS * 2);
         } else {
             let kernel = plain::backward_q(&dqkv, dout, lse, &delta, a, b, c, tiles, items, shape, d);
             self.launch(kernel, [q, *len, ROWS], 128, 0);
@@ -479,7 +510,7 @@ mod tests {
     /// So many rows that their numbers do not fit have more tiles than a grid, instead of none.
     #[test]
     fn rows_beyond_32_bits_have_too_many_tiles() {
-        let (tiles, _) = by_query(&AttentionLayout::causal(3 << 30));
+        let (tiles, _) = by_query(&AttentionLayout::causal(3 << 30), ROWS);
         assert!(tiles.len() > 65_535, "{} tiles", tiles.len());
     }
 
@@ -507,7 +538,7 @@ mod tests {
                     busy(tiles.iter().flat_map(|&(_, work)| std::iter::repeat_n(work, q)))
                 };
                 let mut keys = work(&by_key(layout, *rows), queries_of);
-                let [now, queries] = [per_head(&keys), per_head(&work(&by_query(layout), keys_of))];
+                let [now, queries] = [per_head(&keys), per_head(&work(&by_query(layout, ROWS), keys_of))];
                 keys.sort_unstable();
                 let group = (q / kv) as i64;
                 let old = busy((0..kv).flat_map(|_| keys.iter().map(|&(_, work)| work * group)));

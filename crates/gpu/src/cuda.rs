@@ -1,5 +1,6 @@
 //! NVIDIA GPUs, used through the driver API. Libraries are loaded when a GPU is opened.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 use std::ffi::{CString, c_void};
 use std::path::{Path, PathBuf};
@@ -30,6 +31,7 @@ pub(crate) struct Cuda {
     name: String,
     /// Bytes of shared memory that a block can have.
     most_shared: usize,
+    multiprocessors: usize,
     /// Address on the PCI bus.
     bus: String,
     context: sys::CUcontext,
@@ -43,11 +45,18 @@ pub(crate) struct Cuda {
     arch: String,
     cache: PathBuf,
     /// Functions by `file/name`. A file is compiled when one of its kernels is first launched.
-    functions: Mutex<HashMap<&'static str, sys::CUfunction>>,
+    functions: Mutex<HashMap<&'static str, Function>>,
     modules: Mutex<HashMap<&'static str, sys::CUmodule>>,
     blas: Blas,
     /// Names of the last launches, the newest first.
     recent: Mutex<VecDeque<&'static str>>,
+}
+
+/// A kernel on the device.
+struct Function {
+    at: sys::CUfunction,
+    /// Bytes of dynamic shared memory that its launches may have.
+    shared: usize,
 }
 
 // SAFETY: any thread may use the handles if their context is its current context, which `enter` ensures. Tables are behind locks.
@@ -192,6 +201,9 @@ impl Cuda {
             let most_shared = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
             let most_shared =
                 result::device::get_attribute(device, most_shared).map_err(said("cuDeviceGetAttribute"))?;
+            let multiprocessors = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+            let multiprocessors = result::device::get_attribute(device, multiprocessors)
+                .map_err(said("cuDeviceGetAttribute"))?;
             let make = || result::stream::create(result::stream::StreamKind::NonBlocking);
             let [stream, copies] = [make(), make()].map(|stream| stream.map_err(said("cuStreamCreate")));
             let (stream, copies) = (stream?, copies?);
@@ -205,6 +217,7 @@ impl Cuda {
             Ok(Self {
                 name,
                 most_shared: most_shared as usize,
+                multiprocessors: multiprocessors as usize,
                 bus,
                 context,
                 stream,
@@ -271,11 +284,25 @@ impl Cuda {
         }
     }
 
+    /// Returns the function of a launch, which may have as much shared memory as the launch needs.
     fn function(&self, launch: Launch) -> Result<sys::CUfunction> {
         let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(&function) = functions.get(launch.kernel) {
-            return Ok(function);
+        let known = match functions.entry(launch.kernel) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => new.insert(Function { at: self.find(launch)?, shared: 48 << 10 }),
+        };
+        if launch.shared > known.shared {
+            let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function belongs to a module that is never unloaded.
+            unsafe { result::function::set_function_attribute(known.at, most, launch.shared as i32) }
+                .map_err(|error| Error::Launch { kernel: launch.kernel.into(), what: described(&error) })?;
+            known.shared = launch.shared;
         }
+        Ok(known.at)
+    }
+
+    /// Returns the function with this name. Compiles its file, unless another launch has.
+    fn find(&self, launch: Launch) -> Result<sys::CUfunction> {
         let (file, name) = launch.file_and_name();
         let missing = |what: String| Error::Launch { kernel: launch.kernel.into(), what };
         let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
@@ -296,10 +323,7 @@ impl Cuda {
         };
         let symbol = CString::new(name).map_err(|_| missing("the name contains a zero byte".into()))?;
         // SAFETY: modules are never unloaded.
-        let function = unsafe { result::module::get_function(module, symbol) }
-            .map_err(|error| missing(error.to_string()))?;
-        functions.insert(launch.kernel, function);
-        Ok(function)
+        unsafe { result::module::get_function(module, symbol) }.map_err(|error| missing(error.to_string()))
     }
 }
 
@@ -310,6 +334,10 @@ impl Driver for Cuda {
 
     fn most_shared(&self) -> usize {
         self.most_shared
+    }
+
+    fn multiprocessors(&self) -> usize {
+        self.multiprocessors
     }
 
     fn logits(&self) -> [usize; 2] {
@@ -511,11 +539,6 @@ impl Driver for Cuda {
         // SAFETY: the function belongs to a module that is never unloaded. The tests run the same calls on the emulator, which
         // compares the arguments with the kernel's parameters.
         unsafe {
-            if launch.shared > 48 << 10 {
-                let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-                result::function::set_function_attribute(function, most, launch.shared as i32)
-                    .map_err(fail)?;
-            }
             let mut pointers: Vec<*mut c_void> = args.pointers();
             result::launch_kernel(
                 function,

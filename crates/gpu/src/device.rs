@@ -158,6 +158,14 @@ impl Gpu {
         }
     }
 
+    /// Makes the emulator choose kernels as for a card with this many multiprocessors and bytes of shared memory of a block.
+    #[cfg(feature = "emulator")]
+    pub fn emulate_card(&self, multiprocessors: usize, most_shared: usize) {
+        if let Some(emulated) = self.driver().emulated() {
+            emulated.emulate_card([multiprocessors, most_shared]);
+        }
+    }
+
     /// Rounds `rows` up to one of a few batch sizes, so that one graph serves many batches. Kernels for few rows process at least
     /// 8 and at most 64 rows at a time. On the emulator, every additional row takes time.
     pub fn batch_of(&self, rows: usize) -> usize {

@@ -39,6 +39,9 @@ pub(crate) trait Driver: Send + Sync {
     /// Returns the number of bytes of shared memory that a block can have.
     fn most_shared(&self) -> usize;
 
+    /// Returns the number of multiprocessors.
+    fn multiprocessors(&self) -> usize;
+
     /// Returns the number of rows and of elements in a piece of logits.
     fn logits(&self) -> [usize; 2];
 

@@ -94,6 +94,8 @@ pub(crate) struct Emulated {
     sample: SampleFn,
     /// Number of blocks above which a launch runs only the first and the last of each dimension.
     most_blocks: AtomicU64,
+    /// Number of multiprocessors, and bytes of shared memory of a block.
+    card: [AtomicUsize; 2],
     _library: Option<libloading::Library>,
 }
 
@@ -122,8 +124,9 @@ fn room(bytes: usize) -> usize {
 }
 
 impl Emulated {
-    /// Bytes of shared memory of a block, the fewest of the GPUs that are supported (compute capability 8.6, 8.9 and 12.0).
-    pub(crate) const MOST_SHARED: usize = 99 << 10;
+    /// Number of multiprocessors of an H100, and bytes of shared memory of a block, the fewest of the GPUs that are supported
+    /// (compute capability 8.6, 8.9 and 12.0).
+    const CARD: [usize; 2] = [132, 99 << 10];
 
     pub(crate) fn linked(schedule: u64, memory: usize) -> Self {
         Self {
@@ -140,6 +143,7 @@ impl Emulated {
             memory_event: None,
             sample: emulated_sample,
             most_blocks: AtomicU64::new(u64::MAX),
+            card: Self::CARD.map(AtomicUsize::new),
             _library: None,
         }
     }
@@ -167,6 +171,10 @@ impl Emulated {
 
     pub(crate) fn sample_blocks(&self, most_blocks: u64) {
         self.most_blocks.store(most_blocks, Ordering::Relaxed);
+    }
+
+    pub(crate) fn emulate_card(&self, card: [usize; 2]) {
+        self.card.iter().zip(card).for_each(|(to, from)| to.store(from, Ordering::Relaxed));
     }
 
     fn samples(&self) -> bool {
@@ -286,7 +294,11 @@ impl Driver for Emulated {
     }
 
     fn most_shared(&self) -> usize {
-        Self::MOST_SHARED
+        self.card[1].load(Ordering::Relaxed)
+    }
+
+    fn multiprocessors(&self) -> usize {
+        self.card[0].load(Ordering::Relaxed)
     }
 
     // Pieces are so small that arrays of tests have several, and every row of a batch takes time.

@@ -120,6 +120,7 @@ const _: () = assert!(BLOCKS / 2 <= COUNTERS);
 const JOINED: usize = 3;
 
 /// The columns of a stage of the kernels for few rows, and the bytes of a weight's row in it.
+#[derive(Clone, Copy)]
 struct FewRows {
     depth: usize,
     line: usize,
@@ -132,6 +133,20 @@ impl FewRows {
             Weight::Codes(Codes { bits: QuantBits::Eight, .. }) => Self { depth: 64, line: 96 },
             Weight::Codes(Codes { bits: QuantBits::Four, .. }) => Self { depth: 128, line: 96 },
         }
+    }
+
+    /// Returns the number of the kernel for this many rows, and its bytes of shared memory.
+    fn sizes(self, rows: usize) -> [usize; 2] {
+        let eights = rows.div_ceil(8).next_power_of_two();
+        [eights, STAGES * (WEIGHT_ROWS * self.line + 8 * eights * (self.depth + 8) * 2)]
+    }
+}
+
+/// Returns the dtype of a layer's products, and the number of bits of its codes.
+fn kind(layer: &Affine) -> (Dtype, Option<QuantBits>) {
+    match layer.weight {
+        Weight::Dense(array) => (array.dtype(), None),
+        Weight::Codes(codes) => (Dtype::Bf16, Some(codes.bits)),
     }
 }
 
@@ -150,6 +165,11 @@ pub fn few_rows_scratch(rows: usize, n: usize, k: usize) -> usize {
         [1, _] => 0,
         [parts, _] => tiles * parts * rows.min(FEW_ROWS) * WEIGHT_ROWS,
     }
+}
+
+/// Returns true if the kernels for few rows compute products of this dtype over `k`.
+fn on_tensor_cores(dtype: Dtype, k: usize) -> bool {
+    dtype == Dtype::Bf16 && k.is_multiple_of(8)
 }
 
 /// Returns the number of rows of `x`, whose rows have `width` elements. Rows without elements are as many as the `others`.
@@ -242,15 +262,11 @@ impl Gpu {
         k: usize,
         onto: Onto,
     ) {
-        let kind = |layer: &Affine| match layer.weight {
-            Weight::Dense(array) => (array.dtype(), None),
-            Weight::Codes(codes) => (Dtype::Bf16, Some(codes.bits)),
-        };
         let alike = layers.chunk_by(|a, b| kind(a) == kind(b));
         for layers in alike.flat_map(|alike| alike.chunks(JOINED)) {
             let x = self.held(x, kind(&layers[0]).0);
             let t = rows(&x, k, y.len() / width.max(1));
-            let fast = x.dtype() == Dtype::Bf16 && k.is_multiple_of(8);
+            let fast = on_tensor_cores(x.dtype(), k);
             let most = if fast { FEW_ROWS } else { 32_768 };
             for begin in (0..t).step_by(most) {
                 let (rows, at) = ((t - begin).min(most), begin * width + col);
@@ -318,14 +334,12 @@ impl Gpu {
     ) {
         let tiles = layers.iter().map(|layer| layer.n.div_ceil(WEIGHT_ROWS)).sum();
         let [parts, pieces] = parts_of(tiles, k);
-        let FewRows { depth, line } = FewRows::of(layers[0].weight);
-        // Number of eights of rows.
-        let size = rows.div_ceil(8).next_power_of_two();
+        let few = FewRows::of(layers[0].weight);
+        let [size, shared] = few.sizes(rows);
         let partial = if parts == 1 { 0 } else { tiles * parts * rows * WEIGHT_ROWS };
         let partial = self.alloc(partial, Dtype::F32);
-        let shared = STAGES * (WEIGHT_ROWS * line + 8 * size * (depth + 8) * 2);
         let ([l0, l1, l2], counters) = (Self::layers(layers, &[]), self.counters());
-        let (x, steps) = (x.element(begin * k), pieces * DEPTH / depth);
+        let (x, steps) = (x.element(begin * k), pieces * DEPTH / few.depth);
         let kernel = match layers[0].weight {
             Weight::Dense(_) => kernels::few_rows,
             Weight::Codes(Codes { bits: QuantBits::Eight, .. }) => kernels::few_rows_of_8_bits,
@@ -333,6 +347,37 @@ impl Gpu {
         };
         let kernel = kernel(size, y, residual, stride, &partial, counters, x, l0, l1, l2, rows, k, steps);
         self.launch(kernel, [tiles, parts, 1], 128, shared);
+    }
+
+    /// Computes `silu(gate) · up`, `[t, k] → [t, n]` in `dtype`, of two layers with n outputs each. The bits are those of
+    /// [`Self::linear_rows`], whose output has `dtype`, and of [`Self::swiglu`].
+    pub fn swiglu_rows(&self, x: &Array, layers: [Affine; 2], [t, k]: [usize; 2], dtype: Dtype) -> Array {
+        let [n, tiles] = [layers[0].n, layers[0].n.div_ceil(WEIGHT_ROWS) * 2];
+        let [parts, pieces] = parts_of(tiles, k);
+        let alike = kind(&layers[0]) == kind(&layers[1]) && n == layers[1].n;
+        let low = [x.dtype(), dtype, layers[0].weight.dtype()] == [Dtype::Bf16; 3];
+        // Only the sum of all parts has an activation.
+        if parts > 1 || !alike || !low || !on_tensor_cores(x.dtype(), k) {
+            let mut gate_up = self.alloc(t * 2 * n, dtype);
+            self.linear_rows(&mut gate_up, [0, 2 * n], x, &layers, k, Onto::Nothing);
+            return self.swiglu(&gate_up, t, n);
+        }
+        let y = self.alloc(t * n, dtype);
+        let few = FewRows::of(layers[0].weight);
+        let kernel = match layers[0].weight {
+            Weight::Dense(_) => kernels::few_swiglu,
+            Weight::Codes(Codes { bits: QuantBits::Eight, .. }) => kernels::few_swiglu_of_8_bits,
+            Weight::Codes(Codes { bits: QuantBits::Four, .. }) => kernels::few_swiglu_of_4_bits,
+        };
+        for begin in (0..t).step_by(FEW_ROWS) {
+            let rows = (t - begin).min(FEW_ROWS);
+            let [size, shared] = few.sizes(rows);
+            let [gate, up, _] = Self::layers(&layers, &[]);
+            let (to, x) = (y.element(begin * n), x.element(begin * k));
+            let kernel = kernel(size, to, n, x, gate, up, rows, k, pieces * DEPTH / few.depth);
+            self.launch(kernel, [n.div_ceil(WEIGHT_ROWS / 2), 1, 1], 128, shared);
+        }
+        y
     }
 
     fn rows_product(

@@ -119,6 +119,8 @@ pub struct BlockPass {
     experts: Option<ExpertsPass>,
     /// Source of the weights and the number of the block there, if they are not in memory all the time.
     lender: Option<(Arc<dyn Lend>, usize)>,
+    /// Whether [`KeptBlock`] has the input of the activation.
+    keeps_wide: bool,
 }
 
 /// The feed-forward layer, prepared for one pass.
@@ -282,6 +284,7 @@ impl BlockPass {
                 .map(|experts| ExpertsPass::new(experts, pass, rows.map(|rows| rows.as_slice()))),
             block: Arc::clone(block),
             lender: None,
+            keeps_wide: true,
         }
     }
 
@@ -292,6 +295,12 @@ impl BlockPass {
         let lender = pass.lender.clone().map(|lender| (lender, l));
         let experts = self.experts.map(|experts| experts.compared(pass, l));
         Self { lender, experts, ..self }
+    }
+
+    /// Keeps no input of the activation: nobody differentiates this pass.
+    #[must_use]
+    pub(crate) fn without_wide(self) -> Self {
+        Self { keeps_wide: false, ..self }
     }
 
     fn lend(&self) -> Result<()> {
@@ -318,10 +327,18 @@ impl BlockPass {
         let (middle, joined) = self.leave(0, &self.pick(x)?, Some((&self.proj, &opened)), None)?;
         drop(opened);
         let entered = self.enter(1, &middle)?;
-        let wide = self.mlp.as_ref().map(|mlp| mlp.first.forward(&entered)).transpose()?;
+        let [wide, joined_inner] = match (&self.mlp, &self.block.mlp) {
+            (Some(mlp), Some(Mlp::SwiGlu { .. })) if !self.keeps_wide => {
+                [None, Some(mlp.first.swiglu(&entered)?)]
+            }
+            (mlp, _) => [mlp.as_ref().map(|mlp| mlp.first.forward(&entered)).transpose()?, None],
+        };
         let (routed, experts) = self.run_experts(&entered)?.unzip();
         drop(entered);
-        let inner = wide.as_ref().map(|wide| self.activate(wide)).transpose()?;
+        let inner = match joined_inner {
+            None => wide.as_ref().map(|wide| self.activate(wide)).transpose()?,
+            inner => inner,
+        };
         let shared = self.mlp.as_ref().map(|mlp| &mlp.last).zip(inner.as_ref());
         let (y, last) = self.leave(1, &middle, shared, routed.as_ref())?;
         Ok((y, KeptBlock { raw, qkv, lse, attended, joined: [joined, last], middle, wide, experts }))

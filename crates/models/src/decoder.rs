@@ -821,6 +821,7 @@ impl Decoder {
         let mut x = x;
         for (l, block) in self.blocks.iter().enumerate() {
             let (at, run) = (self.places[l], BlockPass::new(block, &pass, Some(rope), &none, None));
+            let run = if memory.is_none() { run.without_wide() } else { run };
             let (y, kept) = run.run(&x, |qkv| match &block.mixer {
                 Mixer::Delta(delta) => delta.decode(qkv, at, batch),
                 _ => heads.attend_cached(qkv, at, batch),

@@ -14,7 +14,7 @@ use omnigrpo_models::{
 };
 use omnigrpo_ops::{
     AttentionLayout, Card, DecodeRows, Device, DrawFrom, Linear, Moments, Norm, PackedLinear, Param, Part,
-    Rows, Sampler, Step, Values,
+    Rows, Sampler, Step, Values, squares,
 };
 use serde_json::{Value, json};
 
@@ -100,25 +100,38 @@ fn main() -> Result<(), Error> {
     train(&model, prompt_tokens, group, tokens)
 }
 
-/// Times products and attention of one layer with the rows of a packed stream, and products of a decoding batch.
+/// Times products and attention of one layer with the rows of a packed stream, and products of a decoding batch. Those are so short
+/// that the host's calls around one would take longer. So the products of all layers are queued, which also leaves no weight in a
+/// cache.
 fn parts(model: &Model, rows: usize, batch: usize) -> Result<(), Error> {
     let (device, pass) = (model.device(), model.pass());
     let layers = model.params().iter().filter(|p| p.name().contains(".layers.0.") && p.part() == Part::Llm);
     for param in layers.filter(|p| p.shape().len() == 2) {
         let &[n, k] = param.shape() else { continue };
-        let layer = Linear::new(Arc::clone(param), None)?;
-        for (rows, pass) in [(rows, pass.clone()), (batch, pass.clone().per_row())] {
-            let packed = PackedLinear::new(&[&layer], &pass);
+        let suffix = param.name().split_once(".layers.0.").map_or("", |(_, suffix)| suffix);
+        let same = model.params().iter().filter(|p| p.part() == Part::Llm && p.name().ends_with(suffix));
+        let layers = same.map(|p| Linear::new(Arc::clone(p), None)).collect::<Result<Vec<_>, _>>()?;
+        for (rows, layers, pass) in
+            [(rows, &layers[..1], pass.clone()), (batch, &layers[..], pass.clone().per_row())]
+        {
+            let products: Vec<_> = layers.iter().map(|layer| PackedLinear::new(&[layer], &pass)).collect();
             let x = normed(device, rows, k)?;
-            let dy = packed.forward(&x)?;
-            let forward = least(device, 5, || Ok(packed.forward(&x)?))?;
+            let all = least(device, 5, || {
+                for packed in &products {
+                    drop(packed.forward(&x)?);
+                }
+                Ok(())
+            })?;
+            let (forward, in_turn) = (all / products.len() as f64, products.len());
             let flops = 2.0 * (rows * n * k) as f64;
             let bytes = 2.0 * (n * k) as f64;
             told(
                 "product",
-                json!({ "name": param.name(), "rows": rows, "n": n, "k": k, "secs": forward, "flops": flops, "bytes": bytes }),
+                json!({ "name": param.name(), "rows": rows, "n": n, "k": k, "in_turn": in_turn, "secs": forward, "flops": flops, "bytes": bytes }),
             );
             if rows != batch {
+                let packed = &products[0];
+                let dy = packed.forward(&x)?;
                 param.set_trainable(true);
                 let backward = least(device, 5, || Ok(packed.backward(&x, &dy)?))?;
                 param.clear_grad();
@@ -228,8 +241,10 @@ fn train(model: &Model, prompt_tokens: usize, group: usize, tokens: usize) -> Re
     let rows = prompt_tokens + group * (tokens - 1);
     let (config, decoder) = (model.decoder().config(), model.decoder());
     let linear: usize = llm.iter().filter(|p| p.shape().len() == 2).map(|p| p.len()).sum();
-    let products =
-        6.0 * ((linear - if decoder.tied() { 0 } else { decoder.embedding().len() }) * rows) as f64;
+    // The head has the shape of the embedding, and only rows with targets reach it.
+    let head = decoder.embedding().len();
+    let layers = linear - if decoder.tied() { head } else { 2 * head };
+    let products = 6.0 * (layers * rows + head * group * tokens) as f64;
     // A row sees the prompt and on average half of its completion.
     let seen = (prompt_tokens * prompt_tokens / 2 + group * tokens * (prompt_tokens + tokens / 2)) as f64;
     let products_of_attention: f64 = ATTENTION_PRODUCTS.iter().sum();
@@ -297,20 +312,35 @@ fn optimizer(
         master: true,
         offload,
     };
-    let (mut updated, mut secs) = (0, 0.0);
+    let all: Vec<&Param> = llm.iter().map(|param| &***param).collect();
+    let (mut updated, mut turns) = (0, Vec::new());
     for _ in 0..2 {
+        if offload {
+            // A run sends the gradients of linear layers during its last pass, and the others while the CPU updates weights.
+            all.iter().filter(|param| param.is_linear()).for_each(|param| param.send_next_grad());
+        }
         pass()?;
         device.finish()?;
         let started = Instant::now();
+        let passed = || started.elapsed().as_secs_f64();
+        if offload {
+            squares(&all, true);
+        }
+        let of_squares = passed();
         updated = 0;
         for (param, moments) in llm.iter().zip(&mut moments) {
             updated += if param.adamw(moments, &step)? { param.len() } else { 0 };
         }
+        let of_updates = passed();
         device.finish()?;
-        secs = started.elapsed().as_secs_f64();
+        turns.push([passed(), of_squares, of_updates]);
     }
-    // The GPU reads weight, rest, two moments and gradient, and writes all but the gradient.
-    let bytes = if offload { 0 } else { 28 * updated };
-    told(what, json!({ "weights": updated, "secs": secs, "bytes": bytes }));
+    let [[first, ..], [secs, of_squares, of_updates]] = turns[..] else { return Ok(()) };
+    // The GPU copies the weight, reads it, its rest, two moments and the gradient, and writes all but the gradient.
+    let bytes = if offload { 0 } else { 32 * updated };
+    told(
+        what,
+        json!({ "weights": updated, "secs": secs, "bytes": bytes, "first_secs": first, "until_squares": of_squares, "until_updated": of_updates }),
+    );
     Ok(())
 }

@@ -11,7 +11,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 # The packed folder has both beside this file.
 sys.path[:0] = [str(HERE), str(ROOT / "bench/gpu")]
-import estimates  # noqa: E402
+import predict  # noqa: E402
 
 STAGES = {
     "A": "Libraries, health and a kernel of each file",
@@ -25,7 +25,7 @@ STAGES = {
 
 def models():
     packed = HERE / "models"
-    return {model.name: model for model in estimates.models(*([packed] if packed.exists() else []))}
+    return {model.name: model for model in predict.models(*([packed] if packed.exists() else []))}
 
 
 def card(results):
@@ -38,11 +38,11 @@ def card(results):
 
 
 def rates(results):
-    """Returns the FLOP/s of products and the bytes/s of copies that doctor measured on this card, or those of an H200, and whose they are."""
+    """Returns the FLOP/s of products and the bytes/s of copies that doctor measured on this card, or those of an H100, and whose they are."""
     text = "\n".join(result.get("output") or "" for result in results if result["name"] == "what doctor says")
     found = [re.search(rf"^ +{name} +([0-9.]+) {unit}$", text, re.M) for name, unit in (("products, bf16", "TFLOP/s"), ("copy in its memory", "GB/s"))]
     if not all(rate and float(rate[1]) for rate in found):
-        return estimates.PRODUCTS, estimates.COPY, "an H200"
+        return predict.PRODUCTS, predict.COPY, "an H100"
     return float(found[0][1]) * 1e12, float(found[1][1]) * 1e9, "this card"
 
 
@@ -54,17 +54,10 @@ def speed(results, products, copy):
         secs = of.get("secs", of.get("median_secs"))
         if secs is None:
             continue
-        model, (prompt, _, tokens) = known.get(result["model"]), result["sizes"]
+        model = known.get(result["model"])
         least = max(of.get("flops", 0) / products, of.get("bytes", 0) / copy)
-        estimate = ""
-        if model and result["what"] == "policy":
-            guess, mfu = model.train(prompt)
-            estimate = f"{guess * of['rows'] * 1e3:.0f} ms, MFU {mfu:.0%}"
-        elif model and result["what"].startswith("decode"):
-            guess, share = model.decode(of["rows"], prompt + tokens // 2, result["what"] == "decode")
-            estimate = f"{guess * 1e3:.2f} ms, {share:.0%} of bandwidth"
-        elif model and result["what"] == "optimizer, offloaded":
-            estimate = f"{sum(model.offload()) * 1e3:.0f} ms"
+        guess = predict.predicted("now", model, result["what"], result["sizes"], of) if model else None
+        estimate = f"{guess * 1e3:#.4g} ms" if guess else ""
         name = " ".join(filter(None, [result["what"], of.get("name", "").removeprefix("model.")]))
         share = f"{least / secs:.0%}" if least else ""
         counts = [(of.get("flops"), 1e12, "TFLOP/s"), (of.get("bytes"), 1e9, "GB/s")]
@@ -103,7 +96,7 @@ def page(results):
                 "",
                 f"The lower bound is the time of the products at {products / 1e12:.4g} TFLOP/s or of the bytes at {copy / 1e9:.4g} GB/s, the rates of {whose}.",
                 "",
-                "| model | | rows | ms | reached | lower bound / time | estimate for an H200 |",
+                "| model | | rows | ms | reached | lower bound / time | predicted for an H100 |",
                 "|---|---|---|---|---|---|---|",
                 *speed(measured, products, copy),
             ]

@@ -34,7 +34,7 @@ TINY = [("qwen2_5_vl_tied", (20, 2, 4))]
 # Fields of a step that must agree between a card and the CPU.
 COMPARED = ["loss", "reward", "grad_norm", "kl"]
 # Kernels that are profiled, as a pattern.
-PROFILED = "forward_128|backward_kv_128|few_rows_8"
+PROFILED = "forward_128|forward_wide_128|backward_kv_128|few_rows_8"
 # Why a result is missing after the end of its stage.
 NO_TIME = "the stage's time is over"
 # Tests with more than 2³¹ elements, which stage D runs.
@@ -270,6 +270,8 @@ def stage_f(run):
     pairs = [(a[key], b[key]) for a, b in zip(cpu, card) for key in COMPARED if a.get(key) is not None]
     far = [abs(a - b) / (2e-3 * abs(a) + 1e-5) for a, b in pairs]
     same = len(cpu) == len(card) == 3 and bool(far) and max(far) <= 1
+    # Among others, the seconds of each part of a step.
+    run.tell("metrics of the card", bool(card), metrics=card)
     run.tell("steps on the card equal the CPU's", same, numbers=len(pairs), of_allowed=max(far, default=None))
 
 

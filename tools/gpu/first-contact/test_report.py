@@ -13,7 +13,7 @@ RESULTS = [
     {"stage": "B", "name": "stage", "ok": False, "ended_with": "the stage's time is over"},
     {"stage": "C", "name": "compute-sanitizer", "ok": False, "skipped": "not found"},
     {"stage": "E", "name": "measured", "ok": True, "model": "3b", "sizes": [1792, 8, 256], "what": "product",
-     "is": {"name": "model.q", "rows": 64, "secs": 0.002, "flops": 7e11}},
+     "is": {"name": "model.q", "rows": 64, "n": 2048, "k": 2048, "secs": 0.002, "flops": 843e9}},
     {"stage": "-", "name": "end", "ok": True},
 ]  # fmt: skip
 
@@ -30,9 +30,9 @@ class ReportTest(unittest.TestCase):
             "**kernels::sums failed** (101):\n\n```\nwrong sums\n```",
             "**stage failed** (the stage's time is over)",
             "Skipped: not found.",
-            "at 700 TFLOP/s or of the bytes at 4300 GB/s, the rates of an H200.",
-            # 7e11 FLOP take 1 ms at the rate of a product.
-            "| 3b | product q | 64 | 2.000 | 350 TFLOP/s | 50% |  |",
+            "at 843 TFLOP/s or of the bytes at 2945 GB/s, the rates of an H100.",
+            # 843e9 FLOP take 1 ms at the rate of a product.
+            "| 3b | product q | 64 | 2.000 | 421.5 TFLOP/s | 50% | 0.0",
         ):
             self.assertIn(part, page)
         self.assertNotIn("cut off", page)
@@ -42,12 +42,12 @@ class ReportTest(unittest.TestCase):
         results = [dict(result, output=doctor) if result["stage"] == "A" else result for result in RESULTS]
         page = report.page(results)
         self.assertIn("at 1400 TFLOP/s or of the bytes at 1000 GB/s, the rates of this card.", page)
-        self.assertIn("| 3b | product q | 64 | 2.000 | 350 TFLOP/s | 25% |  |", page)
+        self.assertIn("| 3b | product q | 64 | 2.000 | 421.5 TFLOP/s | 30% | 0.0", page)
 
     def test_rates_of_zero(self):
         doctor = "  copy in its memory 0.0 GB/s\n  products, bf16     0.0 TFLOP/s\n"
         results = [dict(result, output=doctor) if result["stage"] == "A" else result for result in RESULTS]
-        self.assertIn("the rates of an H200.", report.page(results))
+        self.assertIn("the rates of an H100.", report.page(results))
 
     def test_every_truncation_makes_a_page(self):
         text = "".join(json.dumps(result) + "\n" for result in RESULTS)

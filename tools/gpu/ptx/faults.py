@@ -137,7 +137,47 @@ FAULTS = [
         "attention_with_shared_prefixes",
         r"that block \d+, warp \d+, thread \d+ wrote|belongs to no array",
     ),
-    Fault("one group of copies too few", "attention", "wait_copies<1>", "wait_copies<2>", "attention_in_windows", NO_WAIT),
+    Fault("one group of copies too few", "attention", "wait_copies<0>", "wait_copies<1>", "attention_in_windows", NO_WAIT),
+    Fault(
+        "one group of copies too few in decoding",
+        "attention",
+        "wait_copies<1>",
+        "wait_copies<2>",
+        "decoding_of_every_group_size",
+        NO_WAIT,
+    ),
+    Fault(
+        "one stage of a product too few",
+        "linear",
+        "wait_copies<STAGES - 2>",
+        "wait_copies<STAGES - 1>",
+        "edges::sums_that_use_each_stage_again",
+        NO_WAIT,
+    ),
+    Fault(
+        "sums take the place of a stage that others read",
+        "linear",
+        "float* sums = (float*)shared;\n        sync_block();",
+        "float* sums = (float*)shared;",
+        "swiglu_of_few_rows_has_the_bits_of_two_kernels",
+        "without a barrier between them",
+    ),
+    Fault(
+        "statistics need more shared memory than the host asks for",
+        "attention",
+        "stats = (float*)(sd + 2 * STAGE)",
+        "stats = (float*)(sd + 2 * STAGE) + 8",
+        "attention_in_windows",
+        r"in shared memory, of which the launch has \d+",
+    ),
+    Fault(
+        "statistics are not written before they are read",
+        "attention",
+        "if (threadIdx.x < 2 * Q) stats[",
+        "if (threadIdx.x < Q) stats[",
+        "attention_in_windows",
+        "nothing has written|without a barrier between them",
+    ),
     Fault(
         "no barrier before sums of warps are read",
         "norms",
@@ -182,7 +222,7 @@ def planted(fault, text):
         raise SystemExit(f"{fault.what}: the text is not there: {fault.before!r}")
     text = text.replace('#include "prim.cuh"', changed.replace("#pragma once\n", "")) if fault.of_prim else changed
     # Two of the widths of heads are tested, and compile in half the time.
-    return text.replace("OF_WIDTH(80)\nOF_WIDTH(128)\n", "")
+    return text.replace("OF_WIDTH(80)\nOF_WIDTH(128)\nOF_SMALL_BLOCKS(128)\n", "")
 
 
 def failure(fault, out, tests):

@@ -79,6 +79,8 @@ ROWS = [
     arithmetic("div.rn.<float>", "T(T a, T b)", "a / b", "9.7.3.8"),
     value("abs.<float>", "T(T a)", "std::fabs(a)", "9.7.3.9"),
     value("neg.<float>", "T(T a)", "-a", "9.7.3.10"),
+    # A NaN is ignored beside a number, and −0 is less than +0.
+    arithmetic("max.<float>", "T(T a, T b)", "a == b ? std::signbit(a) ? b : a : std::fmax(a, b)", "9.7.3.12"),
     value("copysign.<float>", "T(T a, T b)", "std::copysign(b, a)", "9.7.3.2"),
     arithmetic("rcp.rn.<float>", "T(T a)", "1 / a", "9.7.3.13"),
     arithmetic("rcp.approx.ftz.<single>", "T(T a)", "flushed(1 / flushed(a))", "9.7.3.13"),

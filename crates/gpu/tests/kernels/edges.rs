@@ -354,6 +354,17 @@ const OPS: &[Op] = &[
         ..OP
     },
     Op {
+        name: "swiglu_rows",
+        inputs: |t, h| vec![t * h, N * h, N * h, N],
+        run: |gpu, inputs, [t, h]| {
+            let [x, gate, up, bias] = take(inputs);
+            let layer = |w, bias| Affine { weight: Weight::Dense(w), bias, n: N };
+            vec![gpu.swiglu_rows(&x, [layer(&gate, Some(&bias)), layer(&up, None)], [t, h], x.dtype())]
+        },
+        by_row: 1,
+        ..OP
+    },
+    Op {
         name: "linear_dx",
         inputs: |t, h| vec![t * h, t * N, N * h],
         run: |gpu, inputs, [_, h]| {

@@ -112,12 +112,15 @@ fn near(got: &[Vec<f64>], want: &[Vec<f64>], bounds: &[f64], what: &str) {
 
 /// Runs the forward and backward pass of one layout; returns the bits of all results.
 fn attention(schedule: u64, layout: &AttentionLayout, t: usize, heads: Heads, dtype: Dtype) -> Vec<f32> {
-    let gpu = gpu(schedule);
+    attention_on(&gpu(schedule), layout, t, heads, dtype)
+}
+
+fn attention_on(gpu: &Gpu, layout: &AttentionLayout, t: usize, heads: Heads, dtype: Dtype) -> Vec<f32> {
     let Heads { q, kv, d } = heads;
     let stride = (q + 2 * kv) * d;
-    let (qkv, host) = numbers(&gpu, t * stride, dtype, 3);
-    let (dout, dhost) = numbers(&gpu, t * q * d, dtype, 4);
-    let pattern = Pattern::new(&gpu, layout, t);
+    let (qkv, host) = numbers(gpu, t * stride, dtype, 3);
+    let (dout, dhost) = numbers(gpu, t * q * d, dtype, 4);
+    let pattern = Pattern::new(gpu, layout, t);
     let (out, lse) = gpu.attention(&qkv, &pattern, heads);
     let dqkv = gpu.attention_back(&qkv, &out, &lse, &dout, &pattern, heads);
     gpu.check().unwrap();
@@ -142,8 +145,7 @@ fn attention(schedule: u64, layout: &AttentionLayout, t: usize, heads: Heads, dt
         error(&columns(&dqkv_host, stride, (q + kv) * d, kv * d), &dv),
     ];
     let bound = if dtype == Dtype::Bf16 { 5e-3 } else { 1e-5 };
-    let what =
-        format!("{heads:?} {dtype:?} {layout:?}, schedule {schedule}: {errors:?}, log-sum-exp {far:.1e}");
+    let what = format!("{heads:?} {dtype:?} {layout:?}, {}: {errors:?}, log-sum-exp {far:.1e}", gpu.name());
     assert!(far < 1e-4 && errors.iter().all(|&e| e < bound), "{what}");
     [out.to_vec(), lse_host, dqkv.to_vec()].concat()
 }
@@ -168,6 +170,33 @@ fn groups() -> (AttentionLayout, usize) {
 fn attention_with_shared_prefixes() {
     let (layout, t) = groups();
     attention_under_every_schedule(&layout, t, Heads { q: 2, kv: 1, d: 64 }, Dtype::Bf16);
+}
+
+/// A card with few multiprocessors and much shared memory gets tiles of 128 queries and steps of 64 keys, a card with less shared
+/// memory other kernels. The bits are the same.
+fn attention_has_the_same_bits_on_every_card_with(d: usize) {
+    let layout = AttentionLayout::groups(&[(130, vec![66, 65])]);
+    let heads = Heads { q: 2, kv: 1, d };
+    let run = |schedule, multiprocessors, kib: usize| {
+        let gpu = gpu(schedule);
+        gpu.emulate_card(multiprocessors, kib << 10);
+        attention_on(&gpu, &layout, 261, heads, Dtype::Bf16).iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+    };
+    let first = run(SCHEDULES[0], 132, 99);
+    for schedule in SCHEDULES {
+        assert!(run(schedule, 2, 227) == first, "{heads:?} under schedule {schedule}");
+    }
+    assert!(run(2, 132, 227) == first, "{heads:?}");
+}
+
+#[test]
+fn attention_has_the_same_bits_on_every_card() {
+    attention_has_the_same_bits_on_every_card_with(64);
+}
+
+#[test]
+fn attention_of_wide_heads_has_the_same_bits_on_every_card() {
+    attention_has_the_same_bits_on_every_card_with(128);
 }
 
 #[test]
@@ -453,6 +482,59 @@ fn products_with_codes_equal_those_with_widened_weights() {
             assert!(error(&wide(&of_codes), &want) < 1e-5, "{bits:?}, {n}×{k}, {rows} rows");
         }
     }
+}
+
+/// Gate, up and SwiGLU in one kernel have the bits of a product and of the activation, for weights of every form: whole and partial
+/// tiles, more rows than one launch has, and a width at which a sum of many stages has one part. What one kernel cannot do, two do.
+#[test]
+fn swiglu_of_few_rows_has_the_bits_of_two_kernels() {
+    let of = |bits: Option<QuantBits>, [n, k, t]: [usize; 3], dtype: Dtype| {
+        let gpu = gpu((n + t) as u64);
+        let x = gpu.cast(&gpu.upload(&noise(t * k, 2)), dtype);
+        let values = [noise(n * k, 3), noise(n * k, 4)];
+        let dense = [0, 1].map(|i| gpu.cast(&gpu.upload(&values[i]), dtype));
+        let codes = bits.map(|bits| {
+            [0, 1].map(|of: usize| {
+                let row = |i: usize, row: &mut [f32]| row.copy_from_slice(&values[of][i * k..(i + 1) * k]);
+                let (codes, scales) = QuantMatrix::from_rows(bits, n, k, row).unwrap().by_rows();
+                let scales: Vec<_> = scales.iter().map(|scale| [scale.min, scale.step]).collect();
+                Codes::new(&gpu, bits, [n, k], &codes, &scales)
+            })
+        });
+        let biases = [numbers(&gpu, n, Dtype::F32, 5).0, numbers(&gpu, n, dtype, 6).0];
+        let layers = [0, 1].map(|i| Affine {
+            weight: codes.as_ref().map_or(Weight::Dense(&dense[i]), |codes| Weight::Codes(&codes[i])),
+            bias: (n % 3 != i).then_some(&biases[i]),
+            n,
+        });
+        let kernels = |f: &dyn Fn() -> Array| {
+            let count = || gpu.traffic().map_or(0, |[_, _, kernels]| kernels);
+            let before = count();
+            let y = f();
+            (y.to_vec().iter().map(|y| y.to_bits()).collect::<Vec<_>>(), count() - before)
+        };
+        let (joined, launches) = kernels(&|| gpu.swiglu_rows(&x, layers, [t, k], dtype));
+        let (apart, of_two) = kernels(&|| {
+            let mut gate_up = gpu.alloc(t * 2 * n, dtype);
+            gpu.linear_rows(&mut gate_up, [0, 2 * n], &x, &layers, k, Onto::Nothing);
+            gpu.swiglu(&gate_up, t, n)
+        });
+        gpu.check().unwrap();
+        assert_eq!(joined, apart, "{bits:?}, {n}×{k}, {t} rows, {dtype:?}");
+        [launches, of_two]
+    };
+    for bits in [None, Some(QuantBits::Eight), Some(QuantBits::Four)] {
+        for sizes in [[70, 72, 9], [3, 64, 1], [32, 128, 70], [33, 120, 40], [4290, 136, 3]] {
+            let [joined, apart] = of(bits, sizes, Dtype::Bf16);
+            assert!(joined < apart || apart == 0, "{bits:?}, {sizes:?}: {joined} kernels");
+        }
+        for sizes in [[70, 520, 9], [5, 33, 2]] {
+            let [joined, apart] = of(bits, sizes, Dtype::Bf16);
+            assert_eq!(joined, apart, "{bits:?}, {sizes:?}");
+        }
+    }
+    of(None, [4290, 648, 9], Dtype::Bf16);
+    of(None, [5, 24, 2], Dtype::F32);
 }
 
 /// A product is added to other rows, whose values stay, and to its output's.

@@ -52,6 +52,14 @@ impl LinearOps for Card {
         y
     }
 
+    fn linear_swiglu(&self, x: &Rows, gate_up: &[Linear; 2]) -> Rows {
+        let ((rows, k), layers) = (x.dims(), self.layers(gate_up));
+        let [gate, up] = [&layers[0], &layers[1]].map(Layer::affine);
+        let y =
+            self.gpu.swiglu_rows(self.of(x), [gate, up], [rows, k], self.output(self.of(x).dtype(), &layers));
+        self.rows(y, rows, gate.n)
+    }
+
     fn linear_dx(&self, dx: Option<Rows>, dy: &Rows, col: usize, layers: &[Linear]) -> Rows {
         let ((rows, width), dy, layers) = (dy.dims(), self.of(dy), self.layers(layers));
         let k = layers.first().map_or(0, |layer| layer.k);
