@@ -1,4 +1,4 @@
-//! What a command has besides its settings, and the preparation of its process.
+//! A command has resources besides its settings; this module opens them and prepares its process.
 
 use std::cell::{OnceCell, RefCell};
 use std::sync::atomic::{AtomicBool, Ordering};

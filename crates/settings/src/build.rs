@@ -27,7 +27,7 @@ pub struct Plan<'a> {
     pub reward_files: Vec<PathBuf>,
     /// Maximum memory of decoded media that are kept for later passes, bytes.
     pub media_bytes: Option<u64>,
-    /// The same plan as settings, by name and in their types.
+    /// This plan as settings, by name and in their types.
     pub settings: (&'a Values, &'a Settings, Verb),
     /// Further entries that bind a checkpoint to the run, such as digests of functions.
     pub code: Map<String, Value>,
