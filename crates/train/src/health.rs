@@ -963,7 +963,7 @@ impl Health {
                     own.calm += 1;
                     if own.calm >= rule.window {
                         let since = own.since;
-                        let text = format!("ended at step {step}: {} (since step {since})", rule.title);
+                        let text = format!("no longer from step {step} on: {} (since step {since})", rule.title);
                         told.push(problem(false, since, text));
                         *lasting = None;
                     }
@@ -1057,7 +1057,7 @@ mod tests {
         assert_eq!(ends.len(), 1);
         let (step, end) = &ends[0];
         assert_eq!((*step, end.begins, end.rule.as_str()), (13, false, "large_gap"));
-        assert_eq!(end.text, "ended at step 13: the rollout and training disagree (since step 1)");
+        assert_eq!(end.text, "no longer from step 13 on: the rollout and training disagree (since step 1)");
         assert_eq!((health.since(), health.collapse().is_none()), (None, true));
         let mut corrected = Health::new(Aims { corrected: true, ..Aims::default() });
         assert_eq!(told(&mut corrected, 1..=9, &gap(0.5)), []);
