@@ -234,6 +234,14 @@ impl Cuda {
         }
     }
 
+    /// Converts an error of a launch. It may tell of a fault of an earlier kernel.
+    fn refused(&self, call: &'static str, launch: Launch) -> impl Fn(result::DriverError) -> Error {
+        move |error| match is_fault(&error) {
+            true => self.said(call)(error),
+            false => Error::Launch { kernel: launch.kernel.into(), what: described(&error) },
+        }
+    }
+
     /// Makes this GPU's context the current context of the thread.
     fn enter(&self) -> Result<()> {
         // SAFETY: the context is retained as long as `self` lives.
@@ -295,7 +303,7 @@ impl Cuda {
             let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the function belongs to a module that is never unloaded.
             unsafe { result::function::set_function_attribute(known.at, most, launch.shared as i32) }
-                .map_err(|error| Error::Launch { kernel: launch.kernel.into(), what: described(&error) })?;
+                .map_err(self.refused("cuFuncSetAttribute", launch))?;
             known.shared = launch.shared;
         }
         Ok(known.at)
@@ -531,10 +539,7 @@ impl Driver for Cuda {
         self.enter()?;
         let function = self.function(launch)?;
         self.remember(launch.kernel);
-        let fail = |error: result::DriverError| match is_fault(&error) {
-            true => self.said("cuLaunchKernel")(error),
-            false => Error::Launch { kernel: launch.kernel.into(), what: described(&error) },
-        };
+        let fail = self.refused("cuLaunchKernel", launch);
         let [x, y, z] = launch.grid.map(|n| n as u32);
         // SAFETY: the function belongs to a module that is never unloaded. The tests run the same calls on the emulator, which
         // compares the arguments with the kernel's parameters.

@@ -963,7 +963,8 @@ impl Health {
                     own.calm += 1;
                     if own.calm >= rule.window {
                         let since = own.since;
-                        let text = format!("no longer from step {step} on: {} (since step {since})", rule.title);
+                        let text =
+                            format!("no longer from step {step} on: {} (since step {since})", rule.title);
                         told.push(problem(false, since, text));
                         *lasting = None;
                     }

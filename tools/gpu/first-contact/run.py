@@ -34,7 +34,7 @@ TINY = [("qwen2_5_vl_tied", (20, 2, 4))]
 # Fields of a step that must agree between a card and the CPU.
 COMPARED = ["loss", "reward", "grad_norm", "kl"]
 # Kernels that are profiled, as a pattern.
-PROFILED = "forward_128|forward_wide_128|backward_kv_128|few_rows_8"
+PROFILED = "forward_128|forward_wide_128|backward_kv_128|few_rows_1|few_swiglu_1"
 # Why a result is missing after the end of its stage.
 NO_TIME = "the stage's time is over"
 # Tests with more than 2³¹ elements, which stage D runs.
@@ -43,7 +43,9 @@ LARGE = "more_than_2_31"
 SMALL = [
     "a_router_chooses_the_largest_logits",
     "a_row_has_the_same_bits_in_every_batch",
+    "attention_has_the_same_bits_on_every_card",
     "attention_in_windows",
+    "attention_of_wide_heads_has_the_same_bits_on_every_card",
     "decoding_does_not_depend_on_the_batch",
     "decoding_of_every_group_size",
     "draws_are_those_of_a_sorted_row",
@@ -53,6 +55,7 @@ SMALL = [
     "plain_attention_of_any_width",
     "products_with_codes_equal_those_with_widened_weights",
     "quantised_weights_are_widened",
+    "swiglu_of_few_rows_has_the_bits_of_two_kernels",
 ]
 
 
