@@ -46,7 +46,7 @@ pub struct Completion {
     pub failed_calls: usize,
     /// Experts of each token that the model read after the prompt, `[tokens, blocks]`, as numbers to compare with
     /// ([`PackedStream::comparing_experts`](omnigrpo_models::PackedStream::comparing_experts)). Empty for a model without experts, on a
-    /// GPU, and if [`GenerateOptions::experts`] is false.
+    /// GPU, and if [`GenerateOptions::experts`](crate::GenerateOptions::experts) is false.
     #[serde(default)]
     pub experts: Vec<u32>,
 }

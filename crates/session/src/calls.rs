@@ -20,13 +20,13 @@ use omnigrpo_settings::{
     Environment, Flag, Layer, Problem, Resolved, Section, Settings, Values, Verb, name_flags, needs, resolve,
 };
 
-use crate::evaluate::evaluation;
+use crate::evaluation::evaluation;
 use crate::heap::Trim;
 use crate::logging::{quiet_guarded_panics, warnings};
 use crate::ranks::{self, Rank, Started};
 use crate::session::{Host, Session, of_rank, ready};
 use crate::setup::{self, Functions};
-use crate::train::{once, planned};
+use crate::training::{once, planned};
 
 /// The program in whose process a command runs.
 pub struct Caller {

@@ -34,22 +34,22 @@
 #![warn(missing_docs)]
 
 mod calls;
-pub mod evaluate;
+pub mod evaluation;
 pub mod family;
 pub mod files;
 pub mod follow;
+pub mod forecast;
 pub mod heap;
 pub mod logging;
 mod notify;
 mod options;
-pub mod plan;
 pub mod profile;
 pub mod push;
 pub mod ranks;
 pub mod resume;
 mod session;
 pub mod setup;
-pub mod train;
+pub mod training;
 
 pub use calls::{Caller, Loaded, checked, connect, evaluate, given, leave, plan, read, train};
 pub use session::{Host, Session, of_rank, ready};

@@ -10,7 +10,7 @@ use omnigrpo_train::{Longest, Objective, RowCheck, Survey, room};
 
 use super::print;
 use crate::settings::{Problem, Resolved, Settings};
-use omnigrpo_session::{Session, plan, setup};
+use omnigrpo_session::{Session, forecast, setup};
 
 /// Names of the kinds of rows in messages.
 const TRAINING: &str = "rows";
@@ -108,8 +108,8 @@ fn media_cost(
         room::size(longest.media_bytes())
     );
     let checkpoint = session.checkpoint()?;
-    for flags in plan::media_flags(&resolved.settings, &longest) {
-        let Some(settings) = plan::changed(resolved, &flags) else { continue };
+    for flags in forecast::media_flags(&resolved.settings, &longest) {
+        let Some(settings) = forecast::changed(resolved, &flags) else { continue };
         let Ok(prompts) = session.prompts(&settings, checkpoint, false) else { continue };
         let Some(smaller) = longest.with(&prompts, Objective::Reinforce) else { continue };
         let tokens = smaller.prompt_tokens();
@@ -117,7 +117,7 @@ fn media_cost(
             let share = tokens as f64 / longest.prompt_tokens() as f64;
             out.push_str(&format!(
                 "  `{}` makes that {tokens} tokens: {:.0} % of the time and memory of its prompt\n",
-                plan::typed(&flags),
+                forecast::typed(&flags),
                 100.0 * share
             ));
         }

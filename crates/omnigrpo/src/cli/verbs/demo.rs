@@ -29,7 +29,7 @@ pub fn demo(resolved: &Resolved, session: &Session) -> Result<()> {
     let Some(output_dir) = settings.io.output_dir.clone() else {
         return Err(Problem::usage("no run directory is given").expected("`--output_dir DIR`").into());
     };
-    let lock = omnigrpo_session::train::take(&output_dir)?;
+    let lock = omnigrpo_session::training::take(&output_dir)?;
     let [data, start] = places(&output_dir);
     session.console.line(&format!(
         "writing the task to {} and the model to {}",
@@ -41,7 +41,7 @@ pub fn demo(resolved: &Resolved, session: &Session) -> Result<()> {
     let run = run_settings(resolved)?;
     let session_of_run = session.with(&run.settings);
     let summary =
-        omnigrpo_session::train::run(&run, &session_of_run, Objective::Reinforce, lock, Box::new(()))?
+        omnigrpo_session::training::run(&run, &session_of_run, Objective::Reinforce, lock, Box::new(()))?
             .summary;
     train::finish(&summary, &run, true)?;
     let permuted = permuted(&run, session, &data)?;

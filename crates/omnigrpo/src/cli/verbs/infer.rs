@@ -19,7 +19,7 @@ use super::{print, print_data};
 use crate::settings::Settings;
 use crate::settings::problem::Problem;
 use crate::settings::values::{Origin, Resolved, Value as Setting};
-use omnigrpo_session::evaluate::{evaluation, keep_media, sampled};
+use omnigrpo_session::evaluation::{evaluation, keep_media, sampled};
 use omnigrpo_session::files::{all_rows, can_write, keep_inputs, write_lines};
 use omnigrpo_session::{Session, profile, resume, setup};
 

@@ -13,8 +13,8 @@ use omnigrpo_train::{EvalWhen, Objective, Prepared, room};
 use super::print;
 use crate::cli::draft::{Draft, one_line};
 use crate::settings::{Given, Origin, Problem, Resolved, Settings, Verb};
-use omnigrpo_session::plan::Wait;
-use omnigrpo_session::{Session, family, plan, setup};
+use omnigrpo_session::forecast::Wait;
+use omnigrpo_session::{Session, family, forecast, setup};
 
 /// Name of the written file if the user gives none.
 const FILE: &str = "omnigrpo.yaml";
@@ -75,13 +75,13 @@ pub fn init(resolved: &Resolved, session: &Session) -> Result<()> {
     let prepare = |draft: &Draft| -> Result<(Resolved, Prepared)> {
         let full = family::without_idle(&draft.resolve(environment())?, &session)?;
         let full = with_plan(full, resolved)?;
-        let prepared = omnigrpo_session::train::prepare(&full, &session, Objective::Reinforce, None)?;
+        let prepared = omnigrpo_session::training::prepare(&full, &session, Objective::Reinforce, None)?;
         Ok((full, prepared))
     };
     let (mut full, mut prepared) = prepare(&draft)?;
     let tokens = prepared.longest().prompt_tokens();
     if tokens > LONG_PROMPT {
-        for (name, value) in plan::shortening_flags(&full, &session, &prepared).concat() {
+        for (name, value) in forecast::shortening_flags(&full, &session, &prepared).concat() {
             draft.choose(name, &value, format!("the longest prompt has {tokens} tokens without it"));
         }
         (full, prepared) = prepare(&draft)?;
@@ -90,23 +90,24 @@ pub fn init(resolved: &Resolved, session: &Session) -> Result<()> {
         EvalWhen::Steps(steps) => steps,
         _ => FIRST_STEPS,
     };
-    let (mut speed, machine) = plan::speed(&full.settings, &prepared)?;
-    let levers = rows.levers(&given, &plan::shortening_flags(&full, &session, &prepared));
-    let quicker =
-        quicken(levers, |flags| plan::wait(&full, &session, &prepared, (flags, first_steps), &mut speed))?;
+    let (mut speed, machine) = forecast::speed(&full.settings, &prepared)?;
+    let levers = rows.levers(&given, &forecast::shortening_flags(&full, &session, &prepared));
+    let quicker = quicken(levers, |flags| {
+        forecast::wait(&full, &session, &prepared, (flags, first_steps), &mut speed)
+    })?;
     for (name, value) in &quicker {
         draft.set(name, value, "so that the first result comes within an hour");
     }
     if !quicker.is_empty() {
         (full, prepared) = prepare(&draft)?;
     }
-    let (flags, memory) = plan::fit(&full, &session, &prepared, &given)?;
+    let (flags, memory) = forecast::fit(&full, &session, &prepared, &given)?;
     let limit = prepared.forecast().limit;
     let place = limit.map_or("memory", |(_, place)| place);
     for (name, value) in &flags {
         draft.set(name, value, format!("so that the run fits into {place}"));
     }
-    let wait = plan::wait(&full, &session, &prepared, (&flags, first_steps), &mut speed)?;
+    let wait = forecast::wait(&full, &session, &prepared, (&flags, first_steps), &mut speed)?;
     let time = wait.map(|wait| told(wait, &machine));
     if draft.resolve(environment())?.settings.model.use_peft {
         draft.choose("learning_rate", "1.0e-5", "usual for adapters");
@@ -154,10 +155,10 @@ fn with_plan(mut draft: Resolved, resolved: &Resolved) -> Result<Resolved> {
 /// Returns the fewest of the flags, which make a run quicker and less good in this order, with which its first result comes in time. If all
 /// of them do not suffice, returns those that make it quicker.
 fn quicken(
-    levers: plan::Flags,
+    levers: forecast::Flags,
     mut wait: impl FnMut(&[(&'static str, String)]) -> Result<Option<Wait>>,
-) -> Result<plan::Flags> {
-    let mut flags = plan::Flags::new();
+) -> Result<forecast::Flags> {
+    let mut flags = forecast::Flags::new();
     let Some(mut time) = wait(&flags)? else { return Ok(flags) };
     for (name, value) in levers {
         if time.first <= PATIENCE {
@@ -189,8 +190,8 @@ fn told(wait: Wait, machine: &str) -> String {
     };
     format!(
         "the first result, after {first_steps} steps, takes about {}{late}; the whole run, {steps} steps, about {}, on {machine}",
-        plan::duration(first),
-        plan::duration(whole)
+        forecast::duration(first),
+        forecast::duration(whole)
     )
 }
 
@@ -428,7 +429,7 @@ impl Rows {
 
     /// Returns flags that make a run quicker, the least harmful first. Those with the same name replace each other. `media` makes media
     /// smaller. What the user gave stays.
-    fn levers(&self, given: &[&str], media: &[plan::Flags]) -> plan::Flags {
+    fn levers(&self, given: &[&str], media: &[forecast::Flags]) -> forecast::Flags {
         let length = |thinking| ("max_completion_length", self.room(thinking).to_string());
         let prompts = |count: u64| ("per_device_train_batch_size", self.num_rows.clamp(1, count).to_string());
         let mut levers = vec![length(THINKING / 2), prompts(PROMPTS / 2)];

@@ -15,7 +15,7 @@ use super::infer::with_columns;
 use super::print;
 use crate::settings::problem::Problem;
 use crate::settings::{Keep, Settings};
-use omnigrpo_session::evaluate::{self, sampled};
+use omnigrpo_session::evaluation::{self, sampled};
 use omnigrpo_session::files;
 use omnigrpo_session::{Session, setup};
 
@@ -93,7 +93,7 @@ pub fn run(settings: &Settings, session: &Session) -> Result<()> {
         }
     }
     let summary = summarize(&rows, &rewards, &measures)?;
-    evaluate::write_summary(output, &summary)?;
+    evaluation::write_summary(output, &summary)?;
     print(&super::summary::tables(&summary))?;
     files::all_rows(dataset.len() - rows.len() as u64, dataset.len())
 }

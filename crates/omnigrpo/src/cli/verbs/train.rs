@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context as _, Result};
 use omnigrpo_observe::{AskedBy, Event};
 use omnigrpo_session::Session;
-use omnigrpo_session::plan::Planned;
+use omnigrpo_session::forecast::Planned;
 use omnigrpo_session::ranks::is_ignored;
-use omnigrpo_session::train::{once, planned};
+use omnigrpo_session::training::{once, planned};
 use omnigrpo_train::{Objective, ResumeFrom, RunSummary};
 
 use super::print;

@@ -16,8 +16,8 @@ use omnigrpo_train::{
     Prepared, RecordPlan, ResumePlan, Run, RunPlan, RunSummary, Trained, room,
 };
 
+use crate::forecast::{self, Planned};
 use crate::notify::Notifier;
-use crate::plan::{self, Planned};
 use crate::push::Pusher;
 use crate::ranks::{connect_gpus, in_order, leaves, saved, together};
 use crate::{Session, follow, profile, setup};
@@ -30,7 +30,7 @@ use omnigrpo_settings::{
 /// Predicts the memory and the time of a run.
 pub fn planned(resolved: &Resolved, session: &Session, objective: Objective) -> Result<Planned> {
     let prepared = prepare(resolved, session, objective, None)?;
-    plan::plan(resolved, session, objective, &prepared)
+    forecast::plan(resolved, session, objective, &prepared)
 }
 
 /// Locks the run directory, trains, reports, and pushes the trained model if the settings request it.
@@ -227,7 +227,7 @@ fn run_logged(
     let ranks = &session.ranks;
     let prepared = || {
         let (resolved, prepared) = prepare_in(lock.root(), resolved, session, objective)?;
-        plan::refuse(&resolved, session, &prepared)?;
+        forecast::refuse(&resolved, session, &prepared)?;
         Ok((resolved, prepared))
     };
     // The first rank fills the caches of downloads and checks, which the others then read.
