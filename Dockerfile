@@ -16,22 +16,7 @@ COPY crates crates
 COPY examples examples
 RUN cargo build --locked --profile dist --package omnigrpo
 
-FROM debian:bookworm-slim AS cluster
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends ffmpeg openmpi-bin openssh-client python3 python3-venv \
-    && rm -rf /var/lib/apt/lists/*
-RUN python3 -m venv /opt/cuda \
-    && /opt/cuda/bin/pip install --no-cache-dir 'nvidia-cuda-nvrtc>=13,<14' 'nvidia-cublas>=13,<14' 'nvidia-nccl-cu13>=2.27,<3'
-ENV VIRTUAL_ENV=/opt/cuda NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-RUN useradd --create-home --uid 1000 omnigrpo
-COPY --from=build /src/target/dist/omnigrpo /usr/local/bin/omnigrpo
-COPY LICENSE /usr/share/doc/omnigrpo/LICENSE
-USER omnigrpo
-WORKDIR /data
-ENTRYPOINT ["omnigrpo"]
-CMD ["--help"]
-
-FROM debian:bookworm-slim
+FROM debian:bookworm-slim AS small
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ffmpeg \
     && rm -rf /var/lib/apt/lists/*
@@ -42,3 +27,16 @@ USER omnigrpo
 WORKDIR /data
 ENTRYPOINT ["omnigrpo"]
 CMD ["--help"]
+
+FROM small AS cluster
+USER root
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends openmpi-bin openssh-client python3 python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+RUN python3 -m venv /opt/cuda \
+    && /opt/cuda/bin/pip install --no-cache-dir 'nvidia-cuda-nvrtc>=13,<14' 'nvidia-cublas>=13,<14' 'nvidia-nccl-cu13>=2.27,<3'
+ENV VIRTUAL_ENV=/opt/cuda NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER omnigrpo
+
+# The last stage is the one that `docker build` makes.
+FROM small
