@@ -5,7 +5,6 @@ Memory and times are those of GPUs that are not opened: the times follow from th
 tokenizers are those of tiny checkpoints, so the ids of special tokens are theirs. The numbers go to docs/guide/card.json.
 """
 
-import argparse
 import json
 import shutil
 import struct
@@ -15,7 +14,7 @@ import tempfile
 import zlib
 from pathlib import Path
 
-from made import ROOT, fill, machine
+from made import ROOT, machine, main
 
 PAGE = ROOT / "docs/guide/a-card.md"
 RECORD = ROOT / "docs/guide/card.json"
@@ -87,13 +86,8 @@ def tables(record):
     return {"card: tools/book/card.py": "\n".join(lines)}
 
 
-def main():
-    arguments = argparse.ArgumentParser()
-    arguments.add_argument("program", nargs="?")
-    arguments.add_argument("--check", action="store_true")
-    arguments = arguments.parse_args()
-    if arguments.check:
-        return fill(PAGE, tables(json.loads(RECORD.read_text())), check=True)
+def measured(program):
+    """Returns the record: what `plan` says of each model on each card."""
     scratch = Path(tempfile.mkdtemp())
     try:
         picture(scratch / "one.png")
@@ -106,16 +100,14 @@ def main():
             for way, words in WAYS:
                 models[name][way] = {}
                 for card, memory in CARDS:
-                    made = plan(arguments.program, folder, rows, [*words, "--device", "cuda", "--gpu_memory", memory, "--gpu_rates", card])
+                    made = plan(program, folder, rows, [*words, "--device", "cuda", "--gpu_memory", memory, "--gpu_rates", card])
                     longest = made["time"]["with_completions"][0]
                     models[name][way][card] = {"bytes": made["total"], "fits": made["fits"], "step_secs": longest["step_secs"]}
             print(name, flush=True)
     finally:
         shutil.rmtree(scratch)
-    record = {**machine("python3 tools/book/card.py PROGRAM"), "settings": " ".join(SETTINGS), "models": models}
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    return fill(PAGE, tables(record), check=False)
+    return {**machine("python3 tools/book/card.py PROGRAM"), "settings": " ".join(SETTINGS), "models": models}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(PAGE, RECORD, tables, measured))

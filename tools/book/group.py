@@ -5,7 +5,6 @@ The group is the first of the demo's first step that is about a picture and whos
 picture to docs/guide/images/group.png. The script computes the advantages itself and fails if the run wrote others.
 """
 
-import argparse
 import json
 import shutil
 import statistics
@@ -14,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from made import ROOT, fill, machine
+from made import ROOT, machine, main
 
 PAGE = ROOT / "docs/guide/what-grpo-is.md"
 RECORD = ROOT / "docs/guide/group.json"
@@ -50,16 +49,11 @@ def parts(record):
     return {"group: tools/book/group.py": "\n".join(table), "sums: tools/book/group.py": "\n".join(sums)}
 
 
-def main():
-    arguments = argparse.ArgumentParser()
-    arguments.add_argument("program", nargs="?")
-    arguments.add_argument("--check", action="store_true")
-    arguments = arguments.parse_args()
-    if arguments.check:
-        return fill(PAGE, parts(json.loads(RECORD.read_text())), check=True)
+def measured(program):
+    """Returns the record: the group of a run of one step."""
     scratch = Path(tempfile.mkdtemp())
     try:
-        subprocess.run([arguments.program, "demo", "--max_steps", "1", "--output_dir", scratch / "demo"], capture_output=True, check=True)
+        subprocess.run([program, "demo", "--max_steps", "1", "--output_dir", scratch / "demo"], capture_output=True, check=True)
         groups = {}
         for line in (scratch / "demo/rollouts/step-000001.jsonl").read_text().splitlines():
             answer = json.loads(line)
@@ -69,14 +63,12 @@ def main():
         shutil.copy(chosen[0]["media"][0], PICTURE)
     finally:
         shutil.rmtree(scratch)
-    record = {
+    return {
         **machine("python3 tools/book/group.py PROGRAM"),
         "question": chosen[0]["row"]["conversations"][0]["value"].removeprefix("<image>\n"), "truth": chosen[0]["row"]["answer"],
         "answers": [{"completion": own["completion"], **own["rewards"], "reward": own["reward"], "advantage": own["advantage"]} for own in chosen],
     }
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    return fill(PAGE, parts(record), check=False)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(PAGE, RECORD, parts, measured))

@@ -1,5 +1,7 @@
 """Parts of pages that scripts make: text between `<!-- NAME: SCRIPT -->` and `<!-- end of NAME -->`."""
 
+import argparse
+import json
 import os
 import platform
 import re
@@ -35,3 +37,14 @@ def machine(command):
     info = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.M) if info.exists() else []
     return {"commit": commit, "machine": f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} threads", "command": command}
+
+
+def main(page, record, parts, make):
+    """`PROGRAM` makes the record and the parts of a page; `--check` compares them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("program", nargs="?")
+    parser.add_argument("--check", action="store_true")
+    given = parser.parse_args()
+    if not given.check:
+        record.write_text(json.dumps(make(given.program), indent=1) + "\n")
+    return fill(page, parts(json.loads(record.read_text())), given.check)
