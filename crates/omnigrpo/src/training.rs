@@ -289,7 +289,6 @@ pub fn train(inputs: Inputs, plan: TrainPlan, front: Front) -> Result<Trained> {
     };
     let plan = build::Plan {
         algorithm: plan.algorithm.into(),
-        leaves: 1,
         optimizer: plan.optimizer,
         selection: plan.selection,
         run: plan.run,

@@ -30,8 +30,8 @@ pub struct Session {
     pub local_ranks: usize,
     /// Functions and signals of the program in whose process the command runs.
     pub functions: Functions,
-    /// The program in whose process the command runs, and its observer.
     host: Host,
+    /// Observer of a run.
     observer: RefCell<Box<dyn Observer>>,
     /// The environment, and the form in which it opens pictures.
     interaction: RefCell<Option<(Orientation, Interaction)>>,
@@ -41,7 +41,7 @@ pub struct Session {
     device: Arc<OnceLock<Device>>,
 }
 
-/// Program in whose process a command runs.
+/// What differs between the command line and a command in the process of another program.
 #[derive(Clone, Copy, Default)]
 pub struct Host {
     /// Prints a table or a report; `None` for the console.

@@ -295,7 +295,6 @@ pub fn prepare(
     let code = session.functions.digests.iter();
     let plan = build::Plan {
         algorithm: divided(settings, session, leaves),
-        leaves,
         optimizer: settings.optimizer.clone(),
         selection: setup::selection(settings, checkpoint.family()),
         run: run_plan(resolved, session, objective),

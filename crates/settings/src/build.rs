@@ -13,8 +13,6 @@ use crate::{Settings, Verb};
 pub struct Plan<'a> {
     /// Algorithm, divided over the ranks of the run.
     pub algorithm: Divided,
-    /// Number of gradient leaves.
-    pub leaves: usize,
     /// Learning rates.
     pub optimizer: AdamWConfig,
     /// Trained parts.
@@ -38,7 +36,7 @@ pub struct Plan<'a> {
 pub fn run(inputs: Run, plan: Plan<'_>, directory: Option<&Path>) -> Run {
     let (values, settings, verb) = plan.settings;
     let mut run = plan.run;
-    run.resume.fingerprint.extend(binding(values, settings, verb, plan.leaves));
+    run.resume.fingerprint.extend(binding(values, settings, verb, plan.algorithm.split.num_leaves()));
     run.resume.fingerprint.extend(plan.code);
     (run.resume.before, run.resume.free) = (earlier(verb), free(verb));
     run.card.settings = shaping(values, settings, verb);
