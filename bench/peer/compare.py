@@ -56,6 +56,7 @@ def commit():
 def run(system, args, cpus, output):
     script = [str(HERE / f"run_{system}.py"), "--workload", args.workload, "--steps", str(args.steps)]
     script += ["--threads", str(args.threads), "--torch_dtype", args.torch_dtype, "--output", str(output)]
+    script += ["--use_peft"] if args.use_peft else []
     python = args.trl_python if system == "trl" else sys.executable
     extra = ["--binary", str(args.binary)] if system == "omnigrpo" else []
     done = subprocess.run(
@@ -113,14 +114,13 @@ def show(args, rows):
     workload = WORKLOADS[args.workload]
     print(
         f"{args.workload}: {workload.prompt_tokens} prompt tokens with {workload.num_images} images, "
-        f"G = {NUM_GENERATIONS}, {workload.completion_tokens} new tokens, {args.threads} threads, {args.torch_dtype}"
+        f"G = {NUM_GENERATIONS}, {workload.completion_tokens} new tokens, {args.threads} threads, {args.torch_dtype}, "
+        f"{'LoRA' if args.use_peft else 'all weights'}"
     )
     print(f"{'':34}{'TRL':>12}{'omnigrpo':>12}{'ratio':>9}")
     for title, theirs, ours, ratio in rows:
         print(f"{title:34}{theirs:12.3f}{ours:12.3f}" + (f"{ratio:8.2f}x" if ratio is not None else f"{'-':>9}"))
-    # The aims apply to f32.
-    aims = (("step time, s", workload.step_time_aim), ("peak memory, MB", workload.memory_aim))
-    for title, aim in aims if args.torch_dtype == "float32" else ():
+    for title, aim in zip(("step time, s", "peak memory, MB"), workload.aims.get(args.torch_dtype, ())):
         ratio = next(row[3] for row in rows if row[0] == title)
         print(f"aim for {title.split(',')[0]}: {aim:g}x, {'met' if ratio >= aim else 'not met'}")
 
@@ -132,6 +132,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=2, help="processes of each side")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--torch_dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--use_peft", action="store_true", help="train adapters of all linear layers")
     parser.add_argument("--binary", type=Path, default=BINARY)
     parser.add_argument("--trl_python", default=sys.executable, help="Python with requirements.txt installed")
     args = parser.parse_args()
@@ -154,13 +155,15 @@ def main():
     show(args, rows)
     print(f"TRL's imports alone: {runs['trl'][0]['imported_mb']:.0f} MB")
 
-    output = HERE / "results" / (args.workload + ("_bf16" if args.torch_dtype == "bfloat16" else "") + ".json")
+    suffix = ("_bf16" if args.torch_dtype == "bfloat16" else "") + ("_lora" if args.use_peft else "")
+    output = HERE / "results" / (args.workload + suffix + ".json")
     output.parent.mkdir(exist_ok=True)
     output.write_text(json.dumps(dict(
         workload=dict(
             name=args.workload, num_images=workload.num_images, prompt_tokens=workload.prompt_tokens,
             completion_tokens=workload.completion_tokens, num_generations=NUM_GENERATIONS, beta=BETA,
             temperature=TEMPERATURE, learning_rate=LEARNING_RATE, dtype=args.torch_dtype, threads=args.threads,
+            use_peft=args.use_peft,
         ),
         machine=machine(cpus), commit=commit(), summary=sides,
         ratios={title.strip(): ratio for title, _, _, ratio in rows}, runs=runs,

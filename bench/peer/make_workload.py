@@ -1,8 +1,9 @@
 """Writes the random checkpoint (once) and the rows and images of a workload under bench/peer/scratch/.
 
     python make_workload.py --workload image1
+    python make_workload.py --workload smollm2_16 --tokenizer DIR
 
-Writes the same rows twice: train.jsonl in the `conversations` format, trl.jsonl in TRL's. One seed determines everything.
+Text models of published sizes have random weights and the tokenizer in DIR, which has at most as many tokens as they. Writes the same rows twice: train.jsonl in the `conversations` format, trl.jsonl in TRL's. One seed determines everything.
 """
 
 import argparse
@@ -13,9 +14,9 @@ import numpy as np
 import torch
 from PIL import Image
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoProcessor, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from workloads import IMAGE_PX, MODEL, NUM_ROWS, SEED, TOKENS_PER_IMAGE, WORK, WORKLOADS
+from workloads import HERE, IMAGE_PX, NUM_ROWS, SEED, TOKENS_PER_IMAGE, WORK, WORKLOADS, model_of
 
 VOCAB = 2048
 CONTROL = [
@@ -23,6 +24,8 @@ CONTROL = [
     "<|image_pad|>", "<|video_pad|>",
 ]
 ID = {token: VOCAB - len(CONTROL) + i for i, token in enumerate(CONTROL)}
+
+WORDS = "time year people way day man thing woman life child world school state family student group country problem hand part".split()
 
 # Splitting rule of the Qwen tokenizers.
 SPLIT = (
@@ -98,7 +101,21 @@ def write_json(path, value):
     path.write_text(json.dumps(value, indent=1) + "\n")
 
 
+def write_text_model(directory, tokenizer):
+    """Writes random weights in a published size, in float32."""
+    published = HERE.parents[1] / "crates/models/tests/golden/published" / directory.name / "config.json"
+    config = AutoConfig.for_model(**json.loads(published.read_text()))
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    print(f"{directory}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
+
+
 def write_model(words: list[str]):
+    MODEL = WORK / "model"
     raw = hub_config()
     keep = {k: v for k, v in raw.items() if k not in ("architectures", "model_type", "transformers_version")}
     torch.manual_seed(SEED)
@@ -139,14 +156,14 @@ def image(rng: np.random.Generator) -> Image.Image:
 
 def write_rows(name: str, words: list[str]):
     workload, root = WORKLOADS[name], WORK / name
-    processor = AutoProcessor.from_pretrained(MODEL)
-    tokenizer = processor.tokenizer
+    processor = (AutoProcessor if workload.sees else AutoTokenizer).from_pretrained(model_of(name))
+    tokenizer = processor.tokenizer if workload.sees else processor
     words = [f" {word}" for word in words if len(tokenizer(f" {word}")["input_ids"]) == 1]
     rng, pixel_rng = random.Random(SEED), np.random.default_rng(SEED)
     (root / "images").mkdir(parents=True, exist_ok=True)
 
     def prompt_ids(question: str) -> list[int]:
-        parts = [{"type": "image"}] * workload.num_images + [{"type": "text", "text": question}]
+        parts = [{"type": "image"}] * workload.num_images + [{"type": "text", "text": question}] if workload.sees else question
         text = processor.apply_chat_template(
             [{"role": "user", "content": parts}], add_generation_prompt=True, tokenize=False
         )
@@ -173,12 +190,18 @@ def write_rows(name: str, words: list[str]):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workload", choices=WORKLOADS, required=True)
-    name = parser.parse_args().workload
-    MODEL.mkdir(parents=True, exist_ok=True)
+    parser.add_argument("--tokenizer", help="folder with the tokenizer of a text model")
+    args = parser.parse_args()
+    directory = model_of(args.workload)
     words = pseudo_words(random.Random(SEED))
-    if not (MODEL / "generation_config.json").is_file():
-        write_model(words)
-    write_rows(name, words)
+    if not (directory / "generation_config.json").is_file():
+        directory.mkdir(parents=True, exist_ok=True)
+        if WORKLOADS[args.workload].sees:
+            write_model(words)
+        else:
+            write_text_model(directory, AutoTokenizer.from_pretrained(args.tokenizer))
+    # Pseudo-words that are one token fill the prompts of our own tokenizer, plain words those of another.
+    write_rows(args.workload, words if WORKLOADS[args.workload].sees else WORDS)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from workloads import (
-    BETA, HERE, LEARNING_RATE, MAX_GRAD_NORM, MODEL, NUM_GENERATIONS, SEED, TEMPERATURE, WORKLOADS, directory,
-    peak_mb, read_jsonl,
+    BETA, HERE, LEARNING_RATE, LORA_RANK, MAX_GRAD_NORM, NUM_GENERATIONS, SEED, TEMPERATURE, WORKLOADS, directory,
+    model_of, peak_mb, read_jsonl,
 )
 
 BINARY = HERE.parents[1] / "target/release/omnigrpo"
@@ -21,20 +21,25 @@ WATCH_SECS = 0.05
 
 
 def command(args, root, output_dir):
-    completion = WORKLOADS[args.workload].completion_tokens
+    workload = WORKLOADS[args.workload]
+    completion = workload.completion_tokens
     settings = dict(
-        model_name_or_path=MODEL, train_file=root / "train.jsonl", output_dir=output_dir,
+        model_name_or_path=model_of(args.workload), train_file=root / "train.jsonl", output_dir=output_dir,
         torch_dtype=args.torch_dtype,
         reward_funcs="random", num_generations=NUM_GENERATIONS, min_completion_length=completion,
         max_completion_length=completion, temperature=TEMPERATURE, loss_type="grpo", beta=BETA,
-        per_device_train_batch_size=1, gradient_accumulation_steps=1, tune_mm_vision="true",
+        per_device_train_batch_size=1, gradient_accumulation_steps=1,
         learning_rate=LEARNING_RATE, lr_scheduler_type="linear", weight_decay=0, max_grad_norm=MAX_GRAD_NORM,
         max_steps=args.steps, save_strategy="no", seed=SEED, threads=args.threads,
     )
-    if WORKLOADS[args.workload].num_images:
+    if workload.num_images:
         settings["image_folders"] = root
-    else:
+    elif workload.sees:
         settings["allow_text_only"] = "true"
+    if args.use_peft:
+        settings |= dict(use_peft="true", lora_r=LORA_RANK, lora_alpha=2 * LORA_RANK)
+    elif workload.sees:
+        settings["tune_mm_vision"] = "true"
     return [str(args.binary), "train"] + [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
@@ -55,6 +60,7 @@ def main():
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--torch_dtype", default="float32")
+    parser.add_argument("--use_peft", action="store_true")
     parser.add_argument("--binary", type=Path, default=BINARY)
     parser.add_argument("--output", required=True)
     args = parser.parse_args()

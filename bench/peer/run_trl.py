@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import wraps
 
 from workloads import (
-    BETA, LEARNING_RATE, MAX_GRAD_NORM, MODEL, NUM_GENERATIONS, SEED, TEMPERATURE, WORKLOADS, directory, peak_mb,
+    BETA, LEARNING_RATE, LORA_RANK, MAX_GRAD_NORM, NUM_GENERATIONS, SEED, TEMPERATURE, WORKLOADS, directory, model_of, peak_mb,
     read_jsonl,
 )
 
@@ -29,6 +29,7 @@ def arguments():
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--torch_dtype", default="float32")
     parser.add_argument("--num_generations", type=int, default=NUM_GENERATIONS)
+    parser.add_argument("--use_peft", action="store_true")
     parser.add_argument("--output", required=True)
     return parser.parse_args()
 
@@ -46,7 +47,7 @@ import datasets  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 import trl  # noqa: E402
-from transformers import AutoProcessor, TrainerCallback  # noqa: E402
+from transformers import AutoProcessor, AutoTokenizer, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 torch.set_num_threads(ARGS.threads)
@@ -106,7 +107,8 @@ class Watch(TrainerCallback):
         self.clock.restart()
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        cold = [n for n, p in model.named_parameters() if p.grad is None and not n.startswith(self.unused)]
+        trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
+        cold = [n for n, p in trained if p.grad is None and not n.startswith(self.unused)]
         assert not cold, f"no gradient: {cold}"
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -115,7 +117,8 @@ class Watch(TrainerCallback):
 
 def processor_of(clock):
     """Wraps the processor, so that its calls (image decoding, resizing, patches, tokens) count as `data`."""
-    processor = AutoProcessor.from_pretrained(MODEL)
+    loader = AutoProcessor if WORKLOADS[ARGS.workload].sees else AutoTokenizer
+    processor = loader.from_pretrained(model_of(ARGS.workload))
     plain = type(processor)
 
     class Timed(plain):
@@ -157,13 +160,19 @@ def main():
             learning_rate=LEARNING_RATE, lr_scheduler_type="linear", weight_decay=0.0, max_grad_norm=MAX_GRAD_NORM,
             logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
         )
+        adapter = None
+        if ARGS.use_peft:
+            import peft
+
+            adapter = peft.LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
         trainer = GRPOTrainer(
-            model=str(MODEL), reward_funcs=random_reward, args=config, processing_class=processor_of(clock),
+            model=str(model_of(ARGS.workload)), peft_config=adapter, reward_funcs=random_reward, args=config, processing_class=processor_of(clock),
             train_dataset=rows_of(root, workload.num_images > 0),
             # A text row gives the tower no gradient.
             callbacks=[Watch(clock, () if workload.num_images else "model.visual.")],
         )
-        assert all(p.requires_grad and p.dtype == getattr(torch, ARGS.torch_dtype) for p in trainer.model.parameters())
+        if not ARGS.use_peft:
+            assert all(p.requires_grad and p.dtype == getattr(torch, ARGS.torch_dtype) for p in trainer.model.parameters())
 
         def scored_model(model, *args, **kwargs):
             if model is trainer.ref_model:

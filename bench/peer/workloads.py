@@ -6,7 +6,6 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 WORK = HERE / "scratch"
-MODEL = WORK / "model"
 
 IMAGE_PX = 448
 # (448 / 14)² patches, merged 2 × 2.
@@ -29,27 +28,46 @@ class Workload:
     prompt_tokens: int
     # Forced length: no stop token is drawn before it.
     completion_tokens: int
-    # Goals of the project: TRL's step time (f32, AVX-512 or AMX) and peak memory, divided by ours.
-    step_time_aim: float
-    memory_aim: float
+    # Goals of the project by dtype: TRL's step time (AVX-512 or AMX) and peak memory, divided by ours.
+    aims: dict[str, tuple[float, float]]
+    # Folder of the checkpoint below `scratch`.
+    model: str = "model"
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model has a tower."""
+        return self.model == "model"
 
     @property
     def completion_tokens_per_step(self) -> int:
         return NUM_GENERATIONS * self.completion_tokens
 
 
+# Text models of published sizes.
+SHORT = {"float32": (10.0, 4.0), "bfloat16": (12.0, 6.0)}
+LONG = {"float32": (5.0, 4.0), "bfloat16": (8.0, 6.0)}
 WORKLOADS = {
-    "image1": Workload(1, 300, 64, 14.0, 6.0),
-    "image6": Workload(6, 1588, 64, 16.0, 14.0),
-    "text": Workload(0, 200, 256, 2.7, 4.0),
+    "image1": Workload(1, 300, 64, {"float32": (14.0, 6.0)}),
+    "image6": Workload(6, 1588, 64, {"float32": (16.0, 14.0)}),
+    "text": Workload(0, 200, 256, {"float32": (2.7, 4.0)}),
+    "smollm2_16": Workload(0, 128, 16, SHORT, "smollm2_135M"),
+    "smollm2_128": Workload(0, 128, 128, LONG, "smollm2_135M"),
+    "qwen2.5_16": Workload(0, 128, 16, SHORT, "qwen2_5_0.5B"),
+    "qwen2.5_128": Workload(0, 128, 128, LONG, "qwen2_5_0.5B"),
 }
+LORA_RANK = 16
+
+
+def model_of(workload: str) -> Path:
+    """Returns the folder of a workload's checkpoint."""
+    return WORK / WORKLOADS[workload].model
 
 
 def directory(workload: str) -> Path:
     """Returns the folder of rows and images of a workload; fails before make_workload.py has run."""
-    path = WORK / workload
-    if not (path / "train.jsonl").is_file() or not (MODEL / "config.json").is_file():
-        raise SystemExit(f"{path} or {MODEL} does not exist; run make_workload.py --workload {workload} first")
+    path, model = WORK / workload, model_of(workload)
+    if not (path / "train.jsonl").is_file() or not (model / "config.json").is_file():
+        raise SystemExit(f"{path} or {model} does not exist; run make_workload.py --workload {workload} first")
     return path
 
 
