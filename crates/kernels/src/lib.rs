@@ -52,6 +52,7 @@ pub mod embedding;
 pub mod experts;
 pub mod linear;
 pub mod logprob;
+pub mod memory;
 pub mod norm;
 pub mod optim;
 pub mod parallel;

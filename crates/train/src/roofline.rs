@@ -14,10 +14,9 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use omnigrpo_kernels::profile::{Op, Profile};
-use omnigrpo_kernels::{Mat, MatMut, linear};
+use omnigrpo_kernels::{Mat, MatMut, linear, memory};
 use omnigrpo_models::Model;
 use omnigrpo_ops::Part;
-use rayon::prelude::*;
 
 /// Operations that count as useful.
 const USEFUL: &[Op] = &[Op::Linear, Op::LinearRows, Op::Attention, Op::AttentionDecode, Op::Head];
@@ -119,19 +118,11 @@ pub fn gemm_rate(model: &Model, rows: usize) -> f64 {
 
 /// Measures the bytes per second that all threads together read from memory.
 pub fn memory_rate() -> f64 {
-    // The data must be much larger than the caches.
-    let data: Vec<f32> = vec![1.0; 1 << 26];
-    let read = |part: &[f32]| {
-        let mut sums = [0.0f32; 64];
-        for block in part.chunks_exact(64) {
-            sums.iter_mut().zip(block).for_each(|(sum, x)| *sum += x);
-        }
-        sums.iter().sum::<f32>()
-    };
-    let secs = typical(5, || {
-        black_box(data.par_chunks(1 << 20).map(read).sum::<f32>());
+    let data = vec![1.0; memory::BEYOND_CACHES / size_of::<f32>()];
+    let secs = typical(3, || {
+        black_box(memory::read(&data));
     });
-    (data.len() * size_of::<f32>()) as f64 / secs
+    memory::BEYOND_CACHES as f64 / secs
 }
 
 /// Returns the median seconds of `runs` calls. A first call, which touches the memory, is not counted.

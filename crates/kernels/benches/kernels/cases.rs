@@ -17,7 +17,7 @@ use omnigrpo_kernels::paths::Path;
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 use omnigrpo_kernels::recurrent::{self, CHUNK, Continued, DeltaShape, Segments};
 use omnigrpo_kernels::{
-    Arithmetic, Mat, MatMut, Weight, buffer, embedding, logprob, norm, optim, parallel, rope,
+    Arithmetic, Mat, MatMut, Weight, buffer, embedding, logprob, memory, norm, optim, parallel, rope,
 };
 
 /// Unit of which a call does 10⁹: operations or bytes.
@@ -250,19 +250,11 @@ fn linear_cases(all: &mut Vec<Case>) {
             ));
         }
     }
-    // More than any cache holds.
-    let len = 1 << 28;
-    all.push(case("memory read", Amount::Bytes((len * 4) as f64), move || {
+    let len = memory::BEYOND_CACHES / size_of::<f32>();
+    all.push(case("memory read", Amount::Bytes(memory::BEYOND_CACHES as f64), move || {
         let x = noise(len, 3);
         move || {
-            let sum = |x: &[f32]| {
-                x.chunks_exact(64).fold([0.0f32; 64], |mut a, c| {
-                    a.iter_mut().zip(c).for_each(|(a, c)| *a += c);
-                    a
-                })
-            };
-            let (a, b) = x.split_at(len / 2);
-            black_box(rayon::join(|| sum(a), || sum(b)));
+            black_box(memory::read(&x));
         }
     }));
     // Loading does this with mapped weights: the search for numbers that are not finite, alone and with the sum of all bytes.
@@ -595,7 +587,7 @@ pub fn expert_pairs() -> Vec<[Case; 2]> {
 }
 
 /// Experts while decoding, in bytes of the experts that are used, at the widths of Qwen3-VL-30B-A3B: one row, and eight rows that use
-/// the experts of a router without preferences. The weights are larger than the last cache.
+/// the experts of a router without preferences. Calls take turns with layers that together are larger than the last cache.
 fn expert_rows(all: &mut Vec<Case>) {
     let (topk, h, i) = (8, 2048, 768);
     for (rows, used) in [(1, 8), (8, 52)] {
@@ -608,9 +600,13 @@ fn expert_rows(all: &mut Vec<Case>) {
             let offsets = offsets.clone();
             all.push(case(format!("experts rows {rows}x{used}/{topk}x{h}x{i} {dtype}"), bytes, move || {
                 let offsets = offsets.clone();
-                let [fc1, fc2] = [(h, 2 * i), (i, h)].map(|(k, n)| Own::new(used * k, n, narrow));
+                let layer = || [(h, 2 * i), (i, h)].map(|(k, n)| Own::new(used * k, n, narrow));
+                let layers: Vec<_> = (0..memory::BEYOND_CACHES.div_ceil(len * size) + 1).map(|_| layer()).collect();
                 let (x, inner) = (noise(places * h, 1), noise(places * i, 1));
+                let mut turn = 0;
                 move || {
+                    turn = (turn + 1) % layers.len();
+                    let [fc1, fc2] = &layers[turn];
                     let groups = Groups(&offsets);
                     drop(black_box(experts::forward(Mat::new(&x, places, h), fc1.weight(), groups)));
                     drop(black_box(experts::forward(Mat::new(&inner, places, i), fc2.weight(), groups)));

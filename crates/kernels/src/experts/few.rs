@@ -14,7 +14,7 @@ use crate::mat::{Mat, MatMut};
 use crate::microkernel::Units;
 use crate::parallel::tasks;
 use crate::paths::Path;
-use crate::simd::{self, Simd, load_ptr, prefetch, store_ptr};
+use crate::simd::{self, Simd, load_ptr, prefetch_far, store_ptr};
 use crate::workspace::{Line, PANELS, reserve};
 use crate::{Stored, Weight, gemm, tiles};
 
@@ -228,8 +228,9 @@ impl<T: Units> Place<'_, T> {
         let mut w = [[simd.splat_f32s(0.0); 2]; DEEP];
         for p in 0..self.deep {
             let from = self.w.wrapping_add(p * self.n);
+            // These rows exceed the first-level cache, so they wait in the second.
             for line in (0..2 * lanes * size_of::<T>()).step_by(64) {
-                prefetch(from.wrapping_add(2 * DEEP * self.n).cast::<u8>().wrapping_add(line));
+                prefetch_far(from.wrapping_add(2 * DEEP * self.n).cast::<u8>().wrapping_add(line));
             }
             // SAFETY: guaranteed by this function's contract.
             w[p] = unsafe { if TAIL { T::columns(simd, from, width) } else { T::unit(simd, from) } };

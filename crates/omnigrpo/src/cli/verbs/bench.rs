@@ -117,7 +117,6 @@ impl Measured {
             rows.len() * (shape.prompt_tokens + shape.num_generations * (shape.completion_tokens - 1));
         session.console.line("measuring this machine");
         // The speed of a shared machine varies, so its rates are measured several times.
-        let mut memory_rates = vec![memory_rate()];
         let mut gemm_rates = Vec::new();
         let mut steps: Vec<(f64, Profile)> = Vec::new();
         for index in 0..=settings.bench.num_steps {
@@ -138,8 +137,9 @@ impl Measured {
         }
         profile::enable(false);
         gemm_rates.push(gemm_rate(model, stream_rows));
+        // The rate of memory takes a gigabyte, which is none of a step.
         let peak_bytes = peak_memory_bytes().unwrap_or(0);
-        memory_rates.push(memory_rate());
+        let memory_rates = vec![memory_rate(), memory_rate()];
         // A step's share refers to the rates just before and after it.
         let shares = steps.iter().zip(gemm_rates[1..].windows(2)).map(|((_, of_step), rates)| {
             let time = secs(of_step, "forward") + secs(of_step, "backward");
