@@ -544,6 +544,8 @@ pub(crate) const RANDOM: &[Verb] = &[Train, Sft, Generate, Eval, RewardsRun, Dem
 pub(crate) const LOOP: &[Verb] = &[Train, Sft, Demo];
 /// Verbs that summarise scored completions.
 pub(crate) const SUMS_UP: &[Verb] = &[Train, Sft, Eval, RewardsRun];
+/// Verbs whose work several processes divide.
+pub(crate) const DIVIDES: &[Verb] = &[Train, Sft, Generate, Eval];
 /// Verbs that evaluate during training.
 pub(crate) const PERIODIC: &[Verb] = &[Train, Sft];
 
