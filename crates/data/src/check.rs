@@ -516,6 +516,25 @@ mod tests {
         Dataset::open(&[spec], &ReadOptions::default()).unwrap()
     }
 
+    /// A problem that begins with the path of its medium has the path once.
+    #[test]
+    fn a_medium_is_named_once_and_its_pixels_are_counted() {
+        let medium = |kind, source| MediumRef { kind, source, options: crate::MediumOptions::default() };
+        let photo = medium(MediumKind::Image, MediumSource::Path("a.jpg".into()));
+        assert_eq!(of_medium(&photo, "a.jpg: cannot decode"), "image a.jpg: cannot decode");
+        assert_eq!(of_medium(&photo, "too large"), "image a.jpg: too large");
+        let frames = medium(
+            MediumKind::Video,
+            MediumSource::Frames(vec!["0.png".into(), "1.png".into(), "2.png".into()]),
+        );
+        let clip = medium(MediumKind::Video, MediumSource::Path("a.mp4".into()));
+        let info =
+            |turn| MediumInfo { width_px: Some(40), height_px: Some(30), turn, ..MediumInfo::default() };
+        assert_eq!([decoding(&photo, &info(1), 8), decoding(&photo, &info(6), 8)], [3600, 7200]);
+        assert_eq!([decoding(&frames, &info(1), 2), decoding(&frames, &info(1), 8)], [7200, 10_800]);
+        assert_eq!(decoding(&clip, &info(1), 8), 0);
+    }
+
     fn estimate(sample: &Sample, infos: &[MediumInfo]) -> Result<Measure, Cause> {
         let width = u64::from(infos.iter().filter_map(|info| info.width_px).sum::<u32>());
         match 10 * sample.row + width {
