@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Predicts times on an H100 from bytes, launches and instructions of the kernels, and writes docs/gpu-results.md.
+"""Predicts times on an H100 from bytes, launches and instructions of the kernels, and writes docs/generated/gpu-results.md.
 
     python3 bench/gpu/predict.py                    writes the page
     python3 bench/gpu/predict.py count TOOLS        counts the instructions of the kernels again, in instructions.json
@@ -389,11 +389,11 @@ def page():
             "# GPU predictions",
             "",
             "This page predicts what the kernels reach on an H100. Its most important fact: **no card has measured a figure that is marked (est.)**;",
-            "[An H100](gpu-h100.md) has what a card measured.",
+            "[An H100](../gpu-h100.md) has what a card measured.",
             "",
             f"The predictions are for one H100 and Qwen2.5-VL's decoders, with {weights} weights that multiply a token.",
-            "[bench/gpu/predict.py](../bench/gpu/predict.py) computes them from the bytes that a kernel moves, from the number of launches, and from the",
-            "instructions that NVIDIA's assembler makes of the kernels ([instructions.json](../bench/gpu/instructions.json)). Its constants were",
+            "[bench/gpu/predict.py](../../bench/gpu/predict.py) computes them from the bytes that a kernel moves, from the number of launches, and from the",
+            "instructions that NVIDIA's assembler makes of the kernels ([instructions.json](../../bench/gpu/instructions.json)). Its constants were",
             f"fitted to times that the H100 measured, with earlier kernels (*before* in the tables). In {len(off)} groups, it reproduces the mean of each",
             f"within 10 %: by {sum(off) / len(off):.1%} on average, by {max(off):.1%} at most. About as many constants as kinds of",
             "measurements were fitted, so this checks that the parts add up, not that a change has the predicted effect. First prefills",
@@ -411,7 +411,7 @@ def page():
             "The kernels are: norm, q|k|v, rotation, the prompt's keys, the completion's keys, projection, norm, gate|up with its activation, down. A test",
             "counts them.",
             "",
-            "[tools/gpu/first-contact](../tools/gpu/first-contact/README.md) compares its measurements with these predictions on a GPU.",
+            "[tools/gpu/first-contact](../../tools/gpu/first-contact/README.md) compares its measurements with these predictions on a GPU.",
             "",
         ]
     )
@@ -422,7 +422,7 @@ def main(words):
         known = json.loads(INSTRUCTIONS.read_text())
         known["now"] = counted(ROOT / "crates/gpu/cuda", pathlib.Path(words[1]))
         INSTRUCTIONS.write_text(json.dumps(known, indent=1) + "\n")
-    (ROOT / "docs/gpu-results.md").write_text(page())
+    (ROOT / "docs/generated/gpu-results.md").write_text(page())
 
 
 if __name__ == "__main__":

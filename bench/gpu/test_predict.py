@@ -34,7 +34,7 @@ class Page(unittest.TestCase):
         self.assertEqual(predict.main_loop("\n".join(lines)), {"all": 5, "HMMA": 1, "LDSM": 1})
 
     def test_the_committed_page_is_up_to_date(self):
-        self.assertEqual((ROOT / "docs/gpu-results.md").read_text(), predict.page())
+        self.assertEqual((ROOT / "docs/generated/gpu-results.md").read_text(), predict.page())
 
 
 if __name__ == "__main__":

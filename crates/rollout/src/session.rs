@@ -166,7 +166,8 @@ impl<'a> Session<'a> {
             next_position: 1,
             ..prompt.clone()
         };
-        let stream = PackedStream::new(&[GroupStream { prompt: &start, completions: vec![&prompt.ids[1..]] }])?;
+        let stream =
+            PackedStream::new(&[GroupStream { prompt: &start, completions: vec![&prompt.ids[1..]] }])?;
         let top = Top { k: top, below: self.model.decoder().config().vocab };
         let scores = self.model.score_top(&stream, &[Vec::new()], 1.0, top)?;
         let k = scores.top.k;
@@ -176,7 +177,8 @@ impl<'a> Session<'a> {
                 return Err(RolloutError::NonFinite { row: 0, sample: 0, token: at + 1 });
             }
             let own = at * k..(at + 1) * k;
-            let top = scores.top.tokens[own.clone()].iter().copied().zip(scores.top.logprobs[own].iter().copied());
+            let top =
+                scores.top.tokens[own.clone()].iter().copied().zip(scores.top.logprobs[own].iter().copied());
             let top: Vec<(u32, f32)> = top.collect();
             let logprob = top.iter().find(|most| most.0 == id).map_or(logprob, |most| most.1);
             Ok((logprob, top))

@@ -199,7 +199,8 @@ impl Reply {
             }
             return self.send_event("[DONE]");
         }
-        let (kind, with_logprobs, echo) = (self.form.kind, self.form.logprobs, std::mem::take(&mut self.echo));
+        let (kind, with_logprobs, echo) =
+            (self.form.kind, self.form.logprobs, std::mem::take(&mut self.echo));
         let each = |(index, choice): (usize, &mut Choice)| {
             let mut out = json!({ "index": index, "finish_reason": choice.finish_reason.take() });
             let own = std::mem::take(&mut choice.logprobs);

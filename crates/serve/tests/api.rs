@@ -678,8 +678,8 @@ fn texts_and_tokens_are_continued_as_they_stand() {
     let server = Served::qwen();
     let (model, prompts) = open("qwen2_5_vl_tied");
     let text = "<|im_start|>user\nOnce upon";
-    let reader = RowReader::new("row")
-        .options(ReadOptions { continue_text_prompts: true, ..ReadOptions::default() });
+    let reader =
+        RowReader::new("row").options(ReadOptions { continue_text_prompts: true, ..ReadOptions::default() });
     let prompt = prompts.build(&reader.sample(json!({ "prompt": text })).unwrap()).unwrap();
     let (features, params) = (model.encode_prompt(&prompt).unwrap(), greedy(16));
     let generator = Generator::new(&model, &prompts, &params);
@@ -704,8 +704,7 @@ fn texts_and_tokens_are_continued_as_they_stand() {
     let stream = |more: Value| server.stream_of("completions", &with(body.clone(), more));
     for (more, begin) in [(json!({}), ""), (json!({ "echo": true, "logprobs": 0 }), text)] {
         let chunks = stream(more);
-        let said: String =
-            chunks.iter().map(|chunk| chunk["choices"][0]["text"].as_str().unwrap()).collect();
+        let said: String = chunks.iter().map(|chunk| chunk["choices"][0]["text"].as_str().unwrap()).collect();
         assert_eq!(said, format!("{begin}{}", alone.text));
         assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], "length");
         assert!(chunks.iter().all(|chunk| chunk["object"] == "text_completion"));
@@ -750,8 +749,14 @@ fn log_probabilities_of_a_prompt_are_those_of_decoding() {
         assert_eq!(list.len(), ids.len() + 12, "{name}");
         assert_eq!(json!(list[ids.len()..]), said["logprobs"][name]);
     }
-    assert_eq!((&echoed["logprobs"]["token_logprobs"][0], &echoed["logprobs"]["text_offset"][0]), (&json!(null), &json!(0)));
-    assert_eq!(echoed["logprobs"]["text_offset"][1], echoed["logprobs"]["tokens"][0].as_str().unwrap().chars().count());
+    assert_eq!(
+        (&echoed["logprobs"]["token_logprobs"][0], &echoed["logprobs"]["text_offset"][0]),
+        (&json!(null), &json!(0))
+    );
+    assert_eq!(
+        echoed["logprobs"]["text_offset"][1],
+        echoed["logprobs"]["tokens"][0].as_str().unwrap().chars().count()
+    );
     // The drawn tokens, from the generator.
     let params = SamplingParams {
         seed: 2,
@@ -767,7 +772,10 @@ fn log_probabilities_of_a_prompt_are_those_of_decoding() {
     let whole = [ids.clone(), drawn.ids.clone()].concat();
     let scored = server.text(&json!({ "prompt": whole, "max_tokens": 0, "echo": true, "logprobs": 1 }));
     let choice = &scored["choices"][0];
-    assert_eq!((&scored["usage"]["completion_tokens"], &choice["finish_reason"]), (&json!(0), &json!("length")));
+    assert_eq!(
+        (&scored["usage"]["completion_tokens"], &choice["finish_reason"]),
+        (&json!(0), &json!("length"))
+    );
     assert_eq!(choice["text"], prompts.tokenizer().decode(&whole, false).unwrap());
     let own = choice["logprobs"]["token_logprobs"].as_array().unwrap();
     let top = choice["logprobs"]["top_logprobs"].as_array().unwrap();
@@ -777,16 +785,16 @@ fn log_probabilities_of_a_prompt_are_those_of_decoding() {
         assert!((scored - f64::from(*expected)).abs() < 1e-4, "{at}: {scored} {expected}");
     }
     // A suite calls a token greedy if it is as probable as the most probable one.
-    let greedy = |at: usize| top[at].as_object().unwrap().values().all(|other| other.as_f64() <= own[at].as_f64());
-    let most_probable = server.text(&json!({ "prompt": ids, "temperature": 0, "max_tokens": 1, "echo": true, "logprobs": 1 }));
+    let greedy =
+        |at: usize| top[at].as_object().unwrap().values().all(|other| other.as_f64() <= own[at].as_f64());
+    let most_probable = server
+        .text(&json!({ "prompt": ids, "temperature": 0, "max_tokens": 1, "echo": true, "logprobs": 1 }));
     let most_probable = most_probable["choices"][0]["logprobs"].clone();
     let last = most_probable["token_logprobs"].as_array().unwrap().len() - 1;
     assert_eq!(most_probable["top_logprobs"][last].as_object().unwrap().len(), 1);
     assert!((1..whole.len()).any(|at| !greedy(at)), "a sampled token is not greedy");
-    let streamed = server.stream_of(
-        "completions",
-        &json!({ "prompt": whole, "max_tokens": 0, "echo": true, "logprobs": 1 }),
-    );
+    let streamed = server
+        .stream_of("completions", &json!({ "prompt": whole, "max_tokens": 0, "echo": true, "logprobs": 1 }));
     assert_eq!(streamed[0]["choices"][0]["logprobs"], choice["logprobs"]);
 }
 

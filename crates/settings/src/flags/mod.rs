@@ -1,6 +1,6 @@
 //! The table of flags, with one row per setting.
 //!
-//! The parser, `--help`, the keys of `--config` files and presets, `--print_config`, `docs/flags.md` and "did you
+//! The parser, `--help`, the keys of `--config` files and presets, `--print_config`, `docs/generated/flags.md` and "did you
 //! mean" all use this table. Names are those of `transformers` and TRL, with underscores. The names used by the source
 //! systems are aliases. A row names the field of [`Settings`] that it fills. Most are fields of a library's plan, whose
 //! default is that of the library.
