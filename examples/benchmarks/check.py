@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Runs lmms-eval, VLMEvalKit and lm-evaluation-harness on a served model: `python3 check.py PROGRAM [FOLDER]`.
+"""Runs lmms-eval, VLMEvalKit and lm-evaluation-harness on a served model: `python3 check.py PROGRAM`.
 
 It serves the model of the demo and compares what the suites print with `omnigrpo eval` and `omnigrpo score` on the same rows: every
 answer to the byte, and the scores. Needs the packages `lmms-eval`, `ms-vlmeval`, `lm-eval` with what they import, and no network.
 """
 
+import argparse
 import contextlib
 import csv
 import glob
@@ -148,17 +149,24 @@ def lm_eval(suites, url):
     assert furthest < 1e-4 and abs(score - right / len(own)) < 1e-9
 
 
+SUITES = {suite.__name__: suite for suite in (lmms_eval, vlmevalkit, lm_eval)}
+
+
 def main():
-    program = pathlib.Path(sys.argv[1]).resolve()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("program", type=pathlib.Path)
+    parser.add_argument("folder", type=pathlib.Path, nargs="?", help="folder that keeps the files; a temporary one by default")
+    parser.add_argument("--suites", default=",".join(SUITES), help="names, separated by commas; the default is all")
+    given = parser.parse_args()
     with contextlib.ExitStack() as stack:
-        folder = pathlib.Path(sys.argv[2] if len(sys.argv) > 2 else stack.enter_context(tempfile.TemporaryDirectory())).resolve()
+        folder = (given.folder or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        suites = Suites(program, folder)
+        suites = Suites(given.program.resolve(), folder)
         suites.omnigrpo("demo", "--max_steps", "1", "--output_dir", "demo")
         rows.write(folder / "demo", folder)
         with suites.served() as url:
-            for suite in (lmms_eval, vlmevalkit, lm_eval):
-                suite(suites, url)
+            for name in given.suites.split(","):
+                SUITES[name](suites, url)
 
 
 if __name__ == "__main__":

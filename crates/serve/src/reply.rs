@@ -245,7 +245,7 @@ impl Reply {
     fn send_choice(
         &mut self,
         index: usize,
-        mut delta: Value,
+        delta: Value,
         logprobs: Option<Vec<Value>>,
         finish_reason: Value,
     ) {

@@ -790,6 +790,7 @@ fn log_probabilities_of_a_prompt_are_those_of_decoding() {
     let most_probable = server
         .text(&json!({ "prompt": ids, "temperature": 0, "max_tokens": 1, "echo": true, "logprobs": 1 }));
     let most_probable = most_probable["choices"][0]["logprobs"].clone();
+    // The drawn token is always among them, and here it is the most probable one.
     let last = most_probable["token_logprobs"].as_array().unwrap().len() - 1;
     assert_eq!(most_probable["top_logprobs"][last].as_object().unwrap().len(), 1);
     assert!((1..whole.len()).any(|at| !greedy(at)), "a sampled token is not greedy");

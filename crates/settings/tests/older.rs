@@ -21,7 +21,7 @@ fn every_setting_of_0_2_0_has_its_names_words_and_verbs() {
             }
             for verb in verbs.split(',').map(str::trim) {
                 let known: Vec<_> = flag.verbs.iter().map(|verb| verb.name()).collect();
-                assert!(known.contains(&verb), "`{verb}` does not take `{name}`: {known:?}");
+                assert!(known.iter().any(|name| name == verb), "`{verb}` does not take `{name}`: {known:?}");
             }
         }
     }

@@ -152,6 +152,9 @@ mod tests {
             std::fs::write(path, &page).unwrap();
         }
         let found = std::fs::read_to_string(path).unwrap_or_default();
-        assert!(found == page, "docs/generated/flags.md is out of date: run the tests once with WRITE_DOCS=1");
+        assert!(
+            found == page,
+            "docs/generated/flags.md is out of date: run the tests once with WRITE_DOCS=1"
+        );
     }
 }
