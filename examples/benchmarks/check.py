@@ -68,6 +68,13 @@ def lines(path):
     return [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
 
 
+def only(answers):
+    """The answer in nested lists that have one entry."""
+    while isinstance(answers, list):
+        (answers,) = answers
+    return answers
+
+
 def newest(pattern):
     found = glob.glob(str(pattern), recursive=True)
     assert found, f"no file is called {pattern}"
@@ -90,7 +97,7 @@ def lmms_eval(suites, url):
     score = json.loads(pathlib.Path(newest(suites.folder / "lmms/**/*_results.json")).read_text())["results"]["shapes"]["accuracy,none"]
     own = lines(suites.folder / "shapes.jsonl")
     samples = lines(newest(suites.folder / "lmms/**/*_samples_shapes.jsonl"))
-    answers = {own[sample["doc_id"]]["id"]: sample["resps"][0][0] for sample in samples}
+    answers = {own[sample["doc_id"]]["id"]: only(sample["filtered_resps"]) for sample in samples}
     compare("lmms-eval", answers, score, *suites.evaluated("shapes"))
 
 
@@ -137,12 +144,11 @@ def lm_eval(suites, url):
             start = encode(row["question"])
             rest = [{"completion_ids": encode(f"{row['question']} {choice}")[len(start):]} for choice in row["choices"]]
             file.write(json.dumps({"prompt": row["question"], "completions": rest}) + "\n")
-    suites.omnigrpo("score", "--model_name_or_path", "demo", "--input", "scored.jsonl", "--output", "scores.jsonl", "--continue_text_prompts",
-                    "--allow_text_only")
+    suites.omnigrpo("score", "--model_name_or_path", "demo", "--input", "scored.jsonl", "--output", "scores.jsonl", "--continue_text_prompts")
     right, furthest = 0, 0.0
     for at, (row, scored) in enumerate(zip(own, lines(suites.folder / "scores.jsonl"))):
         sums = [sum(completion["logprobs"]) for completion in scored["completions"]]
-        theirs = [float(answer[0][0]) for answer in samples[at]["resps"]]
+        theirs = [float(logprob) for logprob, _ in samples[at]["filtered_resps"]]
         furthest = max(furthest, *(abs(a - b) for a, b in zip(sums, theirs)))
         right += sums.index(max(sums)) == row["label"]
     print(f"lm-eval: {len(own)} rows, accuracy {score:.4f}; omnigrpo: {right / len(own):.4f}; log-probabilities differ by {furthest:.1e} nats at most")
