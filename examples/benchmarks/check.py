@@ -112,7 +112,7 @@ def vlmevalkit(suites, url):
     thought = lambda row: f"<think>{row['thinking']}</think>" if row["thinking"] else ""
     answers = {row["index"]: thought(row) + row["prediction"] for row in predictions}
     score = float(table(newest(suites.folder / "vlm/**/demo_Shapes*_acc.csv"), ",")[0]["Overall"])
-    # The same rows: its text of the question, and its pictures as JPEG.
+    # omnigrpo gets the same rows, with the text of the question and the pictures as JPEG that VLMEvalKit sends.
     csv.field_size_limit(1 << 24)
     pictures = suites.folder / "jpeg"
     pictures.mkdir(exist_ok=True)
@@ -136,7 +136,7 @@ def lm_eval(suites, url):
         "--tasks", "shapes_text", "--include_path", HERE / "lm_eval", "--log_samples", "--output_path", "lm")
     score = json.loads(pathlib.Path(newest(suites.folder / "lm/**/results_*.json")).read_text())["results"]["shapes_text"]["acc,none"]
     samples = {sample["doc_id"]: sample for sample in lines(newest(suites.folder / "lm/**/samples_shapes_text_*.jsonl"))}
-    # The same tokens, scored by the program.
+    # The program scores the same tokens.
     encode = AutoTokenizer.from_pretrained(suites.folder / "demo").encode
     own = lines(suites.folder / "choices.jsonl")
     with open(suites.folder / "scored.jsonl", "w") as file:
