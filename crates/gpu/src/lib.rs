@@ -38,7 +38,7 @@ pub mod sources;
 mod sums;
 mod transfers;
 
-pub use attention::{CachedGroup, Decoding, DecodingSize, Heads, PAGE, Pattern, cached_scratch};
+pub use attention::{CachedGroup, Decoding, DecodingSize, Heads, PAGE, Pattern, Turn, cached_scratch};
 pub use checkup::{Checked, Finding};
 pub use conv::Unfolding;
 pub use cuda::{Found, Survey, survey};

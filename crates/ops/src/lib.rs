@@ -43,7 +43,7 @@ mod weigh;
 mod work;
 
 pub use adapter::Adapter;
-pub use attention::{AttentionHeads, GroupCache, Layout};
+pub use attention::{AttentionHeads, GroupCache, Layout, Turn};
 pub use blocks::Blocks;
 pub use conv::{OUTSIDE, Patches};
 pub use decode::{DecodeBatch, DecodeRows, NextTokens, Replays, TokenPass};

@@ -24,7 +24,7 @@ use omnigrpo_kernels::sample::{DrawFrom, Sampler};
 
 use crate::activation::Nonlinearity;
 use crate::attention::GroupCache;
-use crate::attention::{AttentionHeads, Layout};
+use crate::attention::{AttentionHeads, Layout, Turn};
 use crate::decode::{DecodeBatch, DecodeRows};
 use crate::device::{Backend, Device};
 use crate::error::{Error, Result};
@@ -626,7 +626,7 @@ fn cached(
     let mut turn = 0;
     Ok(timed(|| {
         turn += 1;
-        drop(black_box(cpu.attend_cached(&qkv, turn % layers, &mut batch, heads)));
+        drop(black_box(cpu.attend_cached(&qkv, turn % layers, &mut batch, heads, Turn::default())));
     }))
 }
 

@@ -10,7 +10,7 @@ use omnigrpo_ops::{
     DecodeRows, DeltaGates, DeltaHeads, Device, DrawFrom, Dropout, ExpertLinear, GatedNorm, GroupCache,
     Linear, Moments, Norm, OUTSIDE, Op, Order, PackedLinear, Param, ParamDtype, Part, Pass, Patches,
     QuantBits, QuantMatrix, Result, RopeTable, RouterLoss, Routes, RowMix, Rows, Sampler, StateSizes, Step,
-    Tape, Targets, Top, Values, Var, embed, embed_backward, squares,
+    Tape, Targets, Top, Turn, Values, Var, embed, embed_backward, squares,
 };
 
 /// Opens the emulator, or the GPU that `OMNIGRPO_TEST_CARD` names (tools/gpu/first-contact).
@@ -769,11 +769,11 @@ fn attention_over_a_cache() {
                     .map(|(cache, slots)| DecodeRows { cache, slots: slots.clone() })
                     .collect();
                 let mut batch = DecodeBatch::new(groups);
-                got.push(heads.attend_cached(&rows(3, 10 + step), 0, &mut batch).unwrap());
+                got.push(heads.attend_cached(&rows(3, 10 + step), 0, &mut batch, Turn::default()).unwrap());
                 batch.advance();
             }
             let mut full = DecodeBatch::new(vec![DecodeRows { cache: &mut caches[0], slots: vec![0] }]);
-            assert!(heads.attend_cached(&rows(1, 1), 0, &mut full).is_err());
+            assert!(heads.attend_cached(&rows(1, 1), 0, &mut full, Turn::default()).is_err());
             assert!(caches[1].check_room(1, 1).is_err() && caches[1].check_room(0, 3).is_ok());
             assert!(caches[1].check_room(0, 4).is_err());
             for (row, prompt) in [(0, prompts[0]), (1, prompts[0]), (2, prompts[1])] {
@@ -824,7 +824,9 @@ fn rows_that_extend_a_cache() {
             let decode = |cache: &mut GroupCache, slot: usize, seed: u32| {
                 let mut batch = DecodeBatch::new(vec![DecodeRows { cache, slots: vec![slot] }]);
                 let each = [0, 1].map(|layer| {
-                    heads.attend_cached(&rows(1, seed + layer), layer as usize, &mut batch).unwrap()
+                    heads
+                        .attend_cached(&rows(1, seed + layer), layer as usize, &mut batch, Turn::default())
+                        .unwrap()
                 });
                 batch.advance();
                 each
@@ -1591,7 +1593,10 @@ fn mismatches_are_errors_not_panics() {
     let other = AttentionHeads { q: 2, kv: 3, dim: 2 };
     for (heads, layer, x) in [(heads, 0, rows(1, 16)), (heads, 2, twin(1)), (other, 1, twin(1))] {
         let mut group = DecodeBatch::new(vec![DecodeRows { cache: &mut cache, slots: vec![0] }]);
-        assert!(heads.attend_cached(&x, layer, &mut group).is_err(), "layer {layer} of {heads:?}");
+        assert!(
+            heads.attend_cached(&x, layer, &mut group, Turn::default()).is_err(),
+            "layer {layer} of {heads:?}"
+        );
     }
     // Weights that are only outlines.
     let outline = |shape: &[usize]| Arc::new(Param::outline("w", Part::Llm, shape, ParamDtype::F32));
@@ -1733,7 +1738,9 @@ fn mixed_devices([own, other]: [Device; 2]) {
                 cache.write_prompt(0, &rows(on(0), heads.packed_width()), heads)?;
                 let group = DecodeRows { cache: &mut cache, slots: vec![0, 1, 2, 3] };
                 let mut batch = DecodeBatch::new(vec![group]);
-                heads.attend_cached(&rows(on(1), heads.packed_width()), 0, &mut batch).map(drop)
+                heads
+                    .attend_cached(&rows(on(1), heads.packed_width()), 0, &mut batch, Turn::default())
+                    .map(drop)
             }),
         ),
         (

@@ -416,7 +416,7 @@ const OPS: &[Op] = &[
             let completions = pages.iter().map(|page| (vec![page], PAGE)).collect();
             let group = CachedGroup { prompt: &prompt, prompt_rows: 10, completions };
             let heads = Heads { q: 2, kv: 1, d: 64 };
-            vec![gpu.attend_cached(&qkv, &Decoding::new(gpu, &[group], heads), 0, heads)]
+            vec![gpu.attend_cached(&qkv, &Decoding::new(gpu, &[group], heads), 0, heads, Turn::default())]
         },
         by_row: 1,
         ..OP
@@ -766,7 +766,7 @@ fn more_than_2_31_elements_of_attention() {
             let completions = vec![(vec![&page], 5)];
             let group = CachedGroup { prompt: &prompt, prompt_rows: 16, completions };
             let decoding = Decoding::new(&gpu, &[group], heads);
-            let out = gpu.attend_cached(&qkv, &decoding, layers - 1, heads).to_vec();
+            let out = gpu.attend_cached(&qkv, &decoding, layers - 1, heads, Turn::default()).to_vec();
             (out, last(&gpu, &page, PAGE * 256))
         };
         assert_eq!(decode(layers), decode(1), "{dtype:?}, decoding");
@@ -965,7 +965,7 @@ fn padded_decoding() {
                 let at = Decoding::pack(&mut pack, &groups, heads, size);
                 let decoding = Decoding::over(&pack.upload(&gpu), at, size);
                 let own = packed_rows(&gpu, &qkv, padded * packed);
-                gpu.attend_cached(&own, &decoding, 0, heads).to_vec()
+                gpu.attend_cached(&own, &decoding, 0, heads, Turn::default()).to_vec()
             };
             let (alone, padded) = (decode(rows), decode(batch));
             gpu.check().unwrap();
