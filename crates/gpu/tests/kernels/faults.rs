@@ -579,6 +579,118 @@ const FAULTS: &[(&str, &[Fault])] = &[
         "a_step_to_a_tie_rounds_to_even",
         &[fault("elementwise", "ties are rounded up", "whole -= (whole & 0x1ffffu) == 0x8000u;", "")],
     ),
+    (
+        "recurrent::groups_equal_the_recurrence_and_its_gradients",
+        &[
+            fault(
+                "delta",
+                "factors are read before all have been written",
+                "            else b[p * RIGHT + j] = x;\n        }\n        sync_block();",
+                "            else b[p * RIGHT + j] = x;\n        }",
+            ),
+            fault(
+                "delta",
+                "factors are written before all have been read",
+                "first += SLAB) {\n        sync_block();",
+                "first += SLAB) {",
+            ),
+            fault(
+                "delta",
+                "the rest of a left factor is left out",
+                "mma(sums.x[n + h], rest, bh[2 * h], bh[2 * h + 1]);",
+                "",
+            ),
+            fault(
+                "delta",
+                "the rest of a right factor is left out",
+                "mma(sums.x[n + h], high, br[2 * h], br[2 * h + 1]);",
+                "",
+            ),
+            fault(
+                "delta",
+                "a row is corrected by itself",
+                "j < i && i < c.at.rows",
+                "j <= i && i < c.at.rows",
+            ),
+            fault(
+                "delta",
+                "the rest of a sum of decays is left out",
+                " + (rows[CHUNK + t] - rows[CHUNK + s])",
+                "",
+            ),
+            fault(
+                "delta",
+                "another head's keys",
+                "key_head(head / (r.value_heads / r.key_heads))",
+                "key_head(head % r.key_heads)",
+            ),
+            fault("delta", "a state does not fade", "whole() * other[at]", "other[at]"),
+            fault(
+                "delta",
+                "a short chunk ends with its last row's successor",
+                "since(at.rows - 1)",
+                "since(CHUNK - 1)",
+            ),
+            fault(
+                "delta",
+                "the first completion alone reaches the prompt",
+                "next < run.next1; next++",
+                "next < run.next0 + 1; next++",
+            ),
+            fault(
+                "delta",
+                "a key has no gradient from later rows",
+                "if (s > i) pn[i * EDGE + s] = pn[s * EDGE + i];",
+                "if (s > i) pn[i * EDGE + s] = 0;",
+            ),
+            fault("delta", "a row of a block of sixteen is not subtracted", "z < y; z++", "z < y - 1; z++"),
+            fault(
+                "delta",
+                "the gradient of a length is left out",
+                "slope(p) - load(qkv, at + p) * along",
+                "slope(p)",
+            ),
+            fault("delta", "the end of a chunk has no gradient of decays", "sum += ends[i];\n", ""),
+        ],
+    ),
+    (
+        "recurrent::convolutions_gates_and_norms",
+        &[
+            fault(
+                "recurrent",
+                "a window is read backwards",
+                "load(weight, channel * taps + taps - 1 - back) * load(x",
+                "load(weight, channel * taps + back) * load(x",
+            ),
+            fault("recurrent", "rows that read a row beyond the window", "if (back < taps) sum", "sum"),
+            fault("recurrent", "a decay is not negative", "y[at] = -exp_", "y[at] = exp_"),
+            fault(
+                "recurrent",
+                "the gate has no gradient through its slope",
+                "s * (1 + g.x[e] * (1 - s))",
+                "s",
+            ),
+        ],
+    ),
+    (
+        "recurrent::steps_continue_states",
+        &[
+            fault("recurrent", "an output without its own row", "decay * sq + along * u", "decay * sq"),
+            fault(
+                "recurrent",
+                "sums are written before all have been read",
+                "* of_k * u;\n        }\n        sync_block();",
+                "* of_k * u;\n        }",
+            ),
+            fault(
+                "recurrent",
+                "inputs are not moved on",
+                "? before[i + 1 < WINDOW - 1 ? i + 1 : i] : own",
+                "? before[i] : own",
+            ),
+            fault("recurrent", "another row's state", "table[blockIdx.x]", "table[0]"),
+        ],
+    ),
 ];
 
 /// Time after which a test hangs, which is no way of finding one of these faults.

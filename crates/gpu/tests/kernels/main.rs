@@ -3,6 +3,7 @@
 
 mod edges;
 mod faults;
+mod recurrent;
 
 use std::sync::Arc;
 use std::time::Duration;
