@@ -29,6 +29,7 @@ use crate::decode::{DecodeBatch, DecodeRows};
 use crate::device::{Backend, Device};
 use crate::error::{Error, Result};
 use crate::head::Targets;
+use crate::host::Host;
 use crate::linear::{Linear, Onto, Order};
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
@@ -535,7 +536,7 @@ fn norm(rows: usize, dim: usize, back: bool) -> Result<f64> {
 fn delta(rows: usize, heads: DeltaHeads, back: bool) -> Result<f64> {
     let (cpu, measured) = (Device::Cpu.backend(), rows.min(MEASURED_ROWS));
     let (qkv, gates) = (noise(measured, heads.packed_width()), decays(measured, heads));
-    let (segments, scale) = (Segments::one(measured), rows as f64 / measured.max(1) as f64);
+    let (segments, scale) = (Host::new(Segments::one(measured)), rows as f64 / measured.max(1) as f64);
     let (out, states) = cpu.delta(&qkv, &gates, &segments, heads)?;
     Ok(scale
         * timed(|| match back {
