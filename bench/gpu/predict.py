@@ -381,6 +381,29 @@ def predictions():
     return lines
 
 
+# The gated delta rule of Qwen3.5 (crates/gpu/cuda/delta.cu), not fitted: products of 64×64×32 go through slabs in shared memory. A warp
+# takes 48 products of tensor cores, and about 20 instructions for each of the 32 numbers that a thread splits.
+SLAB = 4 * 48 * 1.55 + 32 * 20
+# Cycles of a slab in a block that waits for its own loads: four times for memory of the second level.
+SLAB_ALONE = SLAB + 4 * 600
+# Slabs of a chunk in a value head of 128×128: forward in all kernels and in `advance`, backward with the forward pass that it repeats.
+SLABS, ADVANCE, BACK = 44, 16, 44 + 108
+
+
+def deltas():
+    """Returns a table of the gated delta rule in Qwen3.5's layers that have it."""
+    lines = ["| size | layers | states of a step of 64 rows | forward, 1,792 + 8 × 256 tokens | backward | the prompt's states, each way |", "|---|---|---|---|---|---|"]
+    for size, layers, heads in (("0.8B", 18, 16), ("4B", 24, 32)):
+        states = 64 * layers * 2 * 4 * (heads * 128 * 128 + 3 * (2 * 16 + heads) * 128)
+        chunks = (1792 + 8 * 256) // 64
+        secs = lambda slabs: layers * chunks * heads * slabs * SLAB / PROCESSORS / CLOCK
+        # A block has 64 of 128 columns of a head.
+        prompt = layers * 1792 / 64 * ADVANCE / 2 * SLAB_ALONE / CLOCK
+        times = " | ".join(f"≈ {1e3 * one:.1f} ms (est.)" for one in (secs(SLABS), secs(BACK), prompt))
+        lines.append(f"| {size} | {layers} | {states / 1e9:.1f} GB, ≈ {1e3 * states / STEP_STREAM:.1f} ms (est.) | {times} |")
+    return lines
+
+
 def page():
     weights = " and ".join(f"{m.weights / 1e9:.2f} billion ({m.name.upper()})" for m in models())
     off = [abs(ratio - 1) for ratio in reproduced().values()]
@@ -410,6 +433,12 @@ def page():
             "",
             "The kernels are: norm, q|k|v, rotation, the prompt's keys, the completion's keys, projection, norm, gate|up with its activation, down. A test",
             "counts them.",
+            "",
+            "## The gated delta rule",
+            "",
+            *deltas(),
+            "",
+            "For [Qwen3.5](qwen3.5.md), from instructions and bytes, with no fitted constant.",
             "",
             "[tools/gpu/first-contact](../tools/gpu/first-contact/README.md) compares its measurements with these predictions on a GPU.",
             "",
