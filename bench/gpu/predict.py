@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Predicts times on an H100 from bytes, launches and instructions of the kernels, and writes docs/gpu-results.md.
+"""Predicts times on an H100 from bytes, launches and instructions of the kernels, and writes docs/generated/gpu-results.md.
 
     python3 bench/gpu/predict.py                    writes the page
     python3 bench/gpu/predict.py count TOOLS        counts the instructions of the kernels again, in instructions.json
 
-TOOLS is a folder with `ptxas` and `nvdisasm`, from the wheels nvidia-cuda-nvcc and nvidia-cuda-nvdisasm. NVRTC is in target/nvrtc
-(tools/gpu/fetch_nvrtc). `before` in the file are the kernels that the H100 ran; their times are in h100/results.jsonl.
+TOOLS is a folder with `ptxas` and `nvdisasm`, from the wheels nvidia-cuda-nvcc (13.0.88, since another one compiles otherwise) and
+nvidia-cuda-nvdisasm. NVRTC is in target/nvrtc (tools/gpu/fetch_nvrtc). `before` in the file are the kernels that the H100 ran; their times
+are in h100/results.jsonl.
 
 The constants below were fitted to those times, so that every one of them is reproduced within 10 % (test_predict.py). What changed
 since then is predicted with the same constants. tools/gpu/first-contact/report.py compares its measurements with these predictions.
@@ -13,6 +14,7 @@ since then is predicted with the same constants. tools/gpu/first-contact/report.
 
 import collections
 import functools
+import hashlib
 import json
 import pathlib
 import re
@@ -43,9 +45,13 @@ PART = 0.09e-6  # seconds to add a part to 512 sums, if parts are loaded one aft
 ROUND = 0.375e-6  # seconds to add up to 16 parts to 512 sums, loaded together
 # A decoding step, fitted.
 TOKEN = 60e-6  # seconds for upload, launch of the graph and read
-DRAW = 160e-6  # seconds to draw a token of every row
+TURNS = {"before": 4 * 149, "now": 2 + 2 + 2 + 6}  # loads of a draw that wait for the one before: see `draw`
+TURN = 0.27e-6  # seconds of such a load, so that `before` takes 160 µs
 KERNEL = 7.6e-6  # seconds of a kernel of a layer besides its bytes
 LAUNCH = 1.5e-6  # seconds that a kernel takes longer if the host launches it
+# Seconds between the kernels of a graph, which are part of KERNEL: published for an H100 (hazyresearch.stanford.edu/blog/2025-05-27-no-bubbles).
+# A kernel that starts early does not take them. Nothing else of an early start is credited.
+GAP = 1.3e-6
 STEP_STREAM = 0.874 * COPY  # bytes/s of the kernels of a step
 ROW = 1.0e-6  # seconds of a layer for each row beyond eight, besides products
 # Attention, fitted.
@@ -53,14 +59,18 @@ FLASH = 0.64  # cycles of a multiprocessor for each that `Loop.cycles` counts
 EXPOSED = 1120  # cycles of a step that waits for its own copies
 # Operations of the kernels in attention: forward, for queries, for keys and values. One takes 2·keys·width FLOP.
 FORWARD, BACKWARD = 2, 3 + 4
-ADAMW, UPDATE_BYTES = 2.25e12, 32  # bytes/s and bytes of a weight that AdamW moves on the card
+ADAMW = 2.25e12  # bytes/s of AdamW on the card
+UPDATE_BYTES = {"before": 32, "now": 28}  # bytes of a weight that it moves; it copied the weight first
 # A step with `offload_optimizer`, measured one weight at a time, which a run does not do.
 LINK, HOST, COPIED, THREADS = 18e9, 120e9, 17.6e9, 0.17  # bytes/s down, in main memory, to the pinned buffer; seconds of threads
 # Bytes of main memory that the update of a weight moves: gradient 4, moments 16, master 8, weight 2, its copy to the GPU 4 + 2.
 UPDATE = 36
-# Kernels of a decoder layer in a decoding step: norm, q|k|v, rotation, prompt's keys, own keys, projection, norm, gate|up with its
-# activation, down. The activation was a kernel of its own before. crates/gpu/tests/graphs.rs counts them.
-KERNELS = {"before": 10, "now": 9}
+# Kernels of a decoder layer in a decoding step: norm, q|k|v, prompt's keys, own keys, projection, norm, gate|up with its activation,
+# down. Rotation and activation were kernels of their own before. crates/gpu/tests/graphs.rs counts them.
+KERNELS = {"before": 10, "now": 8}
+# The own keys run beside the prompt's, so that one of the two takes no time besides its bytes.
+IN_TURN = {"before": 10, "now": 7}
+STARTS_EARLY = {"before": False, "now": True}
 # Bytes that a weight takes in memory, with the scales of its group.
 BYTES = {"16": 2.0, "8": 1 + 4 / 64, "4": 0.5 + 4 / 64}
 # Bytes of a weight's 64 rows in one stage of a product of few rows.
@@ -70,12 +80,15 @@ SLOTS = 2 * PROCESSORS
 # Kernels whose loops are counted, and the copies of 16 bytes that a thread makes in one turn of the loop.
 LOOPS = {
     "linear": {
-        **{f"few_rows{bits}_{eights}": copies + (x if eights == 1 else 8 * x) for bits, copies, x in (("", 4, 0.5), ("_of_8_bits", 2, 0.5), ("_of_4_bits", 2, 1)) for eights in (1, 8)},
-        "few_swiglu_1": 4.5,
-        "few_swiglu_8": 8,
+        f"{kernel}{bits}_{eights}": copies + (x if eights == 1 else 8 * x)
+        for kernel in ("few_rows", "few_swiglu")
+        for bits, copies, x in (("", 4, 0.5), ("_of_8_bits", 2, 0.5), ("_of_4_bits", 2, 1))
+        for eights in (1, 8)
     },
-    "attention": {"forward_128": 16, "forward_wide_128": 16, "backward_q_128": 16, "backward_q_narrow_128": 8, "backward_kv_128": 8, "decode_prompt_128": 16},
+    "attention": {"forward_128": 16, "forward_wide_128": 16, "backward_q_128": 16, "backward_q_narrow_128": 8, "backward_kv_128": 8},
 }
+# Text that decides the instructions of these kernels.
+SOURCES = [f"{file}.cu" for file in LOOPS] + ["prim.cuh"]
 
 
 class Loop:
@@ -97,7 +110,13 @@ class Loop:
 def loops():
     """Returns the loops of the kernels before and now."""
     counted = json.loads(INSTRUCTIONS.read_text())
-    return {when: {name: Loop(name, kinds) for name, kinds in counted[when].items()} for when in KERNELS}
+    return {when: {name: Loop(name, kinds) for name, kinds in counted[when].items() if any(name in of for of in LOOPS.values())} for when in KERNELS}
+
+
+def fingerprint(cuda):
+    """Returns a number of the text of the counted kernels in a folder, without comments and spaces."""
+    texts = [re.sub(r"//.*", "", (cuda / name).read_text()) for name in SOURCES]
+    return hashlib.sha256("".join("".join(texts).split()).encode()).hexdigest()[:16]
 
 
 def assembled(source, tools):
@@ -167,15 +186,33 @@ def parts_of(tiles, k):
     return -(-pieces // each)
 
 
-def few_rows(when, rows, n, k, bits="16", stream=STEP_STREAM):
+def loop_of(when, rows, bits="16", activation=False):
+    """Returns the loop of a product of few rows, with the activation of gate and up in the same kernel if there is one."""
+    kernel = "few_swiglu" if activation and when == "now" else "few_rows"
+    return loops()[when][f"{kernel}{'' if bits == '16' else f'_of_{bits}_bits'}_{1 if rows <= 8 else 8}"]
+
+
+def few_rows(when, rows, n, k, bits="16", stream=STEP_STREAM, activation=False):
     """Returns seconds of a product of few rows besides its start: the longer of its bytes and its instructions, and the sum of its parts."""
-    tiles, loop = -(-n // 64), loops()[when][f"few_rows{'' if bits == '16' else f'_of_{bits}_bits'}_{1 if rows <= 8 else 8}"]
+    tiles, loop = -(-n // 64), loop_of(when, rows, bits, activation)
     depth = 128 if bits == "4" else 64
     cycles = FEW[1 if rows <= 8 else 8] * loop.cycles() * 4 * tiles * -(-k // depth)
     parts = parts_of(tiles, k)
     rounds = -(-rows * 64 // 512)
     tail = 0 if parts == 1 else rounds * (PART * parts if when == "before" else ROUND)
     return max(BYTES[bits] * n * k / stream, cycles / PROCESSORS / CLOCK) + tail
+
+
+def kernel(when):
+    """Returns seconds of a kernel of a step besides its bytes."""
+    return KERNEL - GAP * STARTS_EARLY[when]
+
+
+def draw(when):
+    """Returns seconds to draw a token of every row. A block of 256 threads read a row four times, with four loads of 4 bytes in flight
+    for each thread. Now 16 blocks read it three times, with eight loads of 16 bytes, and one of them searches its segment; a second kernel
+    waits for the first one."""
+    return TURNS[when] * TURN + (0 if when == "before" else 2 * kernel(when))
 
 
 def few_rows_alone(when, rows, n, k):
@@ -272,17 +309,17 @@ class Model:
         """Returns seconds of a layer in a decoding step: products, and all else."""
         q, kv, h, inner = self.q, self.kv, self.h, self.inner
         joined = [(q + 2 * kv, h), (h, q), (2 * inner, h), (h, inner)]
-        products = sum(few_rows(when, rows, n, k, bits) for n, k in joined)
-        return products, KERNELS[when] * KERNEL + ROW * max(0, rows - 8)
+        products = sum(few_rows(when, rows, n, k, bits, activation=n == 2 * inner) for n, k in joined)
+        return products, IN_TURN[when] * kernel(when) + ROW * max(0, rows - 8)
 
     def decode(self, when, rows, prompt, tokens, graphs=True, bits="16"):
         """Returns seconds of a decoding step."""
-        secs = TOKEN + DRAW + self.layers * sum(self.layer_step(when, rows, bits))
+        secs = TOKEN + draw(when) + self.layers * sum(self.layer_step(when, rows, bits))
         secs += few_rows(when, rows, self.vocab, self.h, bits) + self.cache(rows, prompt, tokens) / STEP_STREAM
         return secs + (0 if graphs else LAUNCH * (KERNELS[when] * self.layers + 10))
 
-    def adamw(self):
-        return UPDATE_BYTES * self.trained / ADAMW
+    def adamw(self, when):
+        return UPDATE_BYTES[when] * self.trained / ADAMW
 
     def offloaded(self):
         """Returns seconds of an offloaded update whose parts follow each other: gradients arrive, the CPU updates, weights are copied."""
@@ -316,7 +353,7 @@ def predicted(when, model, what, sizes, of):
         case "policy":
             return model.policy(when, prompt, group, tokens)
         case "optimizer":
-            return model.adamw()
+            return model.adamw(when)
         case "optimizer, offloaded":
             return model.offloaded()
 
@@ -351,14 +388,13 @@ def steps_of_layer():
     lines = ["| model, rows | | kernels | bytes of weights | instructions of products | products | all else | a layer | a step |", "|---|---|---|---|---|---|---|---|---|"]
     for model, rows in ((models()[0], 8), (models()[0], 64), (models()[1], 8)):
         for when in KERNELS:
-            loop = loops()[when][f"few_rows_{1 if rows <= 8 else 8}"]
             joined = [(model.q + 2 * model.kv, model.h), (model.h, model.q), (2 * model.inner, model.h), (model.h, model.inner)]
-            warps = sum(4 * -(-n // 64) * -(-k // 64) for n, k in joined)
+            issued = sum(4 * -(-n // 64) * -(-k // 64) * loop_of(when, rows, activation=n == 2 * model.inner).all for n, k in joined)
             products, rest = model.layer_step(when, rows)
             step = model.decode(when, rows, 1792, 256 if rows == 8 else 64)
             times = " | ".join(f"{secs * 1e6:.0f} µs (est.)" for secs in (products, rest, products + rest))
             lines.append(
-                f"| {model.name.upper()}, {rows} | {when} | {KERNELS[when]} | {2 * model.layer / 1e6:.0f} MB | {warps * loop.all / 1e6:.0f} million | {times} | {step * 1e3:.2f} ms (est.) |"
+                f"| {model.name.upper()}, {rows} | {when} | {KERNELS[when]} | {2 * model.layer / 1e6:.0f} MB | {issued / 1e6:.0f} million | {times} | {step * 1e3:.2f} ms (est.) |"
             )
     return lines
 
@@ -381,6 +417,29 @@ def predictions():
     return lines
 
 
+# The gated delta rule of Qwen3.5 (crates/gpu/cuda/delta.cu), not fitted: products of 64×64×32 go through slabs in shared memory. A warp
+# takes 48 products of tensor cores, and about 20 instructions for each of the 32 numbers that a thread splits.
+SLAB = 4 * 48 * 1.55 + 32 * 20
+# Cycles of a slab in a block that waits for its own loads: four times for memory of the second level.
+SLAB_ALONE = SLAB + 4 * 600
+# Slabs of a chunk in a value head of 128×128: forward in all kernels and in `advance`, backward with the forward pass that it repeats.
+SLABS, ADVANCE, BACK = 44, 16, 44 + 108
+
+
+def deltas():
+    """Returns a table of the gated delta rule in Qwen3.5's layers that have it."""
+    lines = ["| size | layers | states of a step of 64 rows | forward, 1,792 + 8 × 256 tokens | backward | the prompt's states, each way |", "|---|---|---|---|---|---|"]
+    for size, layers, heads in (("0.8B", 18, 16), ("4B", 24, 32)):
+        states = 64 * layers * 2 * 4 * (heads * 128 * 128 + 3 * (2 * 16 + heads) * 128)
+        chunks = (1792 + 8 * 256) // 64
+        secs = lambda slabs: layers * chunks * heads * slabs * SLAB / PROCESSORS / CLOCK
+        # A block has 64 of 128 columns of a head.
+        prompt = layers * 1792 / 64 * ADVANCE / 2 * SLAB_ALONE / CLOCK
+        times = " | ".join(f"≈ {1e3 * one:.1f} ms (est.)" for one in (secs(SLABS), secs(BACK), prompt))
+        lines.append(f"| {size} | {layers} | {states / 1e9:.1f} GB, ≈ {1e3 * states / STEP_STREAM:.1f} ms (est.) | {times} |")
+    return lines
+
+
 def page():
     weights = " and ".join(f"{m.weights / 1e9:.2f} billion ({m.name.upper()})" for m in models())
     off = [abs(ratio - 1) for ratio in reproduced().values()]
@@ -389,11 +448,11 @@ def page():
             "# GPU predictions",
             "",
             "This page predicts what the kernels reach on an H100. Its most important fact: **no card has measured a figure that is marked (est.)**;",
-            "[An H100](gpu-h100.md) has what a card measured.",
+            "[An H100](../gpu-h100.md) has what a card measured.",
             "",
             f"The predictions are for one H100 and Qwen2.5-VL's decoders, with {weights} weights that multiply a token.",
-            "[bench/gpu/predict.py](../bench/gpu/predict.py) computes them from the bytes that a kernel moves, from the number of launches, and from the",
-            "instructions that NVIDIA's assembler makes of the kernels ([instructions.json](../bench/gpu/instructions.json)). Its constants were",
+            "[bench/gpu/predict.py](../../bench/gpu/predict.py) computes them from the bytes that a kernel moves, from the number of launches, and from the",
+            "instructions that NVIDIA's assembler makes of the kernels ([instructions.json](../../bench/gpu/instructions.json)). Its constants were",
             f"fitted to times that the H100 measured, with earlier kernels (*before* in the tables). In {len(off)} groups, it reproduces the mean of each",
             f"within 10 %: by {sum(off) / len(off):.1%} on average, by {max(off):.1%} at most. About as many constants as kinds of",
             "measurements were fitted, so this checks that the parts add up, not that a change has the predicted effect. First prefills",
@@ -401,17 +460,23 @@ def page():
             "",
             *predictions(),
             "",
-            "The model has no credit for shorter starts of kernels: a kernel of a decoding step costs 7.6 µs besides its bytes, before and now. So the",
-            "true gain with 8 rows may be larger. With 64 rows, products were limited by their instructions.",
+            f"A kernel of a decoding step costs {KERNEL * 1e6:.1f} µs besides its bytes. One that starts early costs {GAP * 1e6:.1f} µs less, a published gap, and",
+            "attention's two kernels, side by side, cost one. Early starts have no other credit.",
             "",
             "## A layer of a decoding step",
             "",
             *steps_of_layer(),
             "",
-            "The kernels are: norm, q|k|v, rotation, the prompt's keys, the completion's keys, projection, norm, gate|up with its activation, down. A test",
-            "counts them.",
+            "The kernels are: norm, q|k|v, the prompt's keys, the completion's keys, projection, norm, gate|up with its activation, down. A test counts",
+            "them.",
             "",
-            "[tools/gpu/first-contact](../tools/gpu/first-contact/README.md) compares its measurements with these predictions on a GPU.",
+            "## The gated delta rule",
+            "",
+            *deltas(),
+            "",
+            "For [Qwen3.5](../qwen3.5.md), from instructions and bytes, with no fitted constant.",
+            "",
+            "[tools/gpu/first-contact](../../tools/gpu/first-contact/README.md) compares its measurements with these predictions on a GPU.",
             "",
         ]
     )
@@ -421,8 +486,9 @@ def main(words):
     if words:
         known = json.loads(INSTRUCTIONS.read_text())
         known["now"] = counted(ROOT / "crates/gpu/cuda", pathlib.Path(words[1]))
+        known["sources"] = fingerprint(ROOT / "crates/gpu/cuda")
         INSTRUCTIONS.write_text(json.dumps(known, indent=1) + "\n")
-    (ROOT / "docs/gpu-results.md").write_text(page())
+    (ROOT / "docs/generated/gpu-results.md").write_text(page())
 
 
 if __name__ == "__main__":

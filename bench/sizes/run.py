@@ -14,27 +14,17 @@ import contextlib
 import json
 import shutil
 import statistics
-import struct
 import subprocess
+import sys
 import tempfile
-import zlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tools"))
+from plan_time import picture  # noqa: E402
+
 GOLDEN = ROOT / "crates/models/tests/golden"
 BITS = {"bf16": [], "8 bits": ["--load_in_8bit"], "4 bits": ["--load_in_4bit"]}
-
-
-def picture(path, side=448):
-    """Writes a coloured pattern with edges as a PNG."""
-    rows = b"".join(
-        b"\0" + bytes(v for x in range(side) for v in ((x * y // 97) % 256, (x // 16 * 40 + y) % 256, (x ^ y) % 256))
-        for y in range(side)
-    )
-    def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-    head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))
 
 
 def checkpoint(directory, size, tokenizer):
@@ -86,7 +76,7 @@ def main():
         args.keep.mkdir(parents=True)
     with contextlib.nullcontext(args.keep) if args.keep else tempfile.TemporaryDirectory() as scratch:
         scratch = Path(scratch)
-        picture(scratch / "picture.png")
+        picture(scratch / "picture.png", 448)
         rows = scratch / "rows.jsonl"
         rows.write_text("".join(
             json.dumps({"id": str(i), "image": str(scratch / "picture.png"), "problem": f"What is {i} in this picture?",

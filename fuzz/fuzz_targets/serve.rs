@@ -1,5 +1,5 @@
 //! Checks that any bytes on a connection of `serve` are answered as HTTP or closed, and that no request is a fault of the server. A body
-//! alone (it begins with `{`) is sent as a request for a completion.
+//! alone (it begins with `{`) is sent as a request for a completion: of a text if it has a `prompt`, otherwise of a conversation.
 #![no_main]
 
 use std::io::{Read, Write};
@@ -15,7 +15,7 @@ use omnigrpo_data::ReadOptions;
 use omnigrpo_fuzz::let_guarded_panics_pass;
 use omnigrpo_models::{Checkpoint, LoadOptions, Model, PromptBuilder, PromptSettings};
 use omnigrpo_rollout::SamplingParams;
-use omnigrpo_serve::{Options, Server};
+use omnigrpo_serve::{Options, Place, Server};
 
 static ADDRESS: LazyLock<SocketAddr> = LazyLock::new(|| {
     let_guarded_panics_pass();
@@ -27,7 +27,7 @@ static ADDRESS: LazyLock<SocketAddr> = LazyLock::new(|| {
         let settings = PromptSettings { max_completion_length: 1, ..PromptSettings::default() };
         let options = Options {
             name: "tiny".to_owned(),
-            port: 0,
+            place: Place::local(0),
             key: Some("secret".to_owned()),
             sampling: SamplingParams { max_completion_length: 2, ..SamplingParams::default() },
             max_live: 8,
@@ -49,9 +49,11 @@ fuzz_target!(|bytes: &[u8]| {
     stream.set_read_timeout(Some(Duration::from_secs(15))).expect("a time limit");
     let is_body = bytes.first() == Some(&b'{');
     if is_body {
-        let head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n";
+        let is_text = bytes.windows(8).any(|part| part == b"\"prompt\"");
+        let path = if is_text { "/v1/completions" } else { "/v1/chat/completions" };
+        let head = "HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n";
         // The server may close the connection first.
-        let _ = write!(stream, "{head}Content-Length: {}\r\n\r\n", bytes.len());
+        let _ = write!(stream, "POST {path} {head}Content-Length: {}\r\n\r\n", bytes.len());
     }
     let _ = stream.write_all(bytes);
     if !is_body {

@@ -104,12 +104,15 @@ def parameters(model) -> dict:
     return {published(n): p for n, p in model.named_parameters()}
 
 
-def gain(name: str) -> float:
-    """Weight scale: strong decoder branches, or a tied head only repeats the last token; a calm tower under a loud
-    merger, so that media change the answer while float32 stays well inside the tolerances."""
-    if "visual" in name:
-        return 1.5 if "merger" in name else 0.8
-    return 2.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.2
+def is_loud(name: str) -> bool:
+    """Strong decoder branches, or a tied head only repeats the last token."""
+    return name.endswith(("o_proj.weight", "down_proj.weight"))
+
+
+def scale(name: str, p) -> float:
+    """A calm tower under a loud merger, so that media change the answer while float32 stays well inside the tolerances."""
+    gain = (1.5 if "merger" in name else 0.8) if "visual" in name else (2.5 if is_loud(name) else 1.2)
+    return gain / math.sqrt(inputs(name, p))
 
 
 def inputs(name: str, p) -> int:
@@ -122,11 +125,12 @@ def oriented(name: str, tensor):
     return tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
 
 
-def randomise(model, seed: int):
-    """Random weights with a useful spread: no bias is 0, no norm weight is 1, logits differ by more than rounding."""
+def randomise(named, seed: int, scale=scale):
+    """Random weights with a useful spread: no bias is 0, no norm weight is 1, logits differ by more than rounding. `scale` is that
+    of a weight with inputs."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for n, p in model.named_parameters():
+        for n, p in named:
             noise = torch.randn(p.shape, generator=generator)
             if n.endswith("bias"):
                 p.copy_(0.1 * noise)
@@ -135,7 +139,7 @@ def randomise(model, seed: int):
             elif "embed_tokens" in n or "lm_head" in n:
                 p.copy_(0.35 * noise)
             else:
-                p.copy_(noise * (gain(n) / math.sqrt(inputs(n, p))))
+                p.copy_(noise * scale(n, p))
 
 
 def new_model(name: str):
@@ -143,7 +147,7 @@ def new_model(name: str):
     raw = {k: v for k, v in hub_config(name).items() if k not in ("architectures", "model_type", "transformers_version")}
     torch.manual_seed(0)
     model = model_class._from_config(config_class(**raw), attn_implementation="eager", dtype=torch.float32).eval()
-    randomise(model, SEEDS[name])
+    randomise(model.named_parameters(), SEEDS[name])
     return model
 
 
@@ -158,6 +162,28 @@ def save_tensors(path: Path, tensors: dict, **metadata: str):
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({k: v.detach().clone().contiguous() for k, v in tensors.items()}, path, metadata=metadata or None)
     path.chmod(0o644)
+
+
+def greedy(logits, count: int, stop: int | None = None):
+    """Greedy tokens, and the lead of each over the next best. `logits` returns those that follow some tokens."""
+    tokens, margins = [], []
+    with torch.no_grad():
+        for _ in range(count):
+            last = logits(tokens)
+            top = last.topk(2).values
+            margins.append(float(top[0] - top[1]))
+            tokens.append(int(last.argmax()))
+            if tokens[-1] == stop:
+                break
+    return tokens, margins
+
+
+def row_of(case: str, text: str, media, **options) -> str:
+    """A row with images, and with videos as lists of frames, in JSON."""
+    images = [f"media/{m}" for m in media if isinstance(m, str)]
+    videos = [[f"media/{f}" for f in m] for m in media if isinstance(m, list)]
+    row = dict(id=case) | (dict(image=images) if images else {}) | (dict(video=videos) if videos else {}) | options
+    return json.dumps(row | dict(conversations=[{"from": "human", "value": text}]), ensure_ascii=False)
 
 
 def write_json(path: Path, value):

@@ -5,7 +5,6 @@ Squares are 56 and 112 px here, which transformers' processor refuses: it takes 
 numbers.
 """
 
-import copy
 import inspect
 import json
 import math
@@ -16,7 +15,7 @@ import tempfile
 import fixtures
 import numpy as np
 import torch
-from fixtures import FRAMES, MEDIA, OUT, open_rgb, save_tensors, sketch, write_json
+from fixtures import FRAMES, MEDIA, OUT, greedy, is_loud, open_rgb, randomise, row_of, save_tensors, sketch, write_json
 from internvl import NUM_MERGES, VOCAB
 from make_checkpoints import CORPUS, byte_level_bpe
 from make_internvl import number, three_steps
@@ -122,29 +121,21 @@ def parameters(model):
     return {published_name(n): p for n, p in model.named_parameters()}
 
 
+def scale(n, p):
+    if "position_embedding" in n or n.endswith("query"):
+        return 0.7
+    if p.dim() == 3:
+        return (2.5 if "fc2" in n else 1.2) / math.sqrt(p.shape[1])
+    gain = (1.3 if "projector" in n else 0.9) if "language" not in n else (2.0 if is_loud(n) else 1.2)
+    return gain / math.sqrt(p[0].numel())
+
+
 def new_model(name):
     """Random weights with a useful spread: no bias is 0, no norm weight is 1, queries differ."""
     model = AriaForConditionalGeneration._from_config(
         hf_config(name), attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
     ).eval()
-    generator = torch.Generator().manual_seed(CHECKPOINTS[name][-1])
-    with torch.no_grad():
-        for n, p in sorted(parameters(model).items()):
-            noise = torch.randn(p.shape, generator=generator)
-            if n.endswith("bias"):
-                p.copy_(0.1 * noise)
-            elif p.dim() == 1:
-                p.copy_(1.0 + 0.2 * noise)
-            elif "embed_tokens" in n or "lm_head" in n:
-                p.copy_(0.35 * noise)
-            elif "position_embedding" in n or n.endswith("query"):
-                p.copy_(0.7 * noise)
-            elif p.dim() == 3:
-                p.copy_(noise * ((2.5 if "fc2" in n else 1.2) / math.sqrt(p.shape[1])))
-            else:
-                loud = n.endswith(("o_proj.weight", "down_proj.weight"))
-                gain = (1.3 if "projector" in n else 0.9) if "language" not in n else (2.0 if loud else 1.2)
-                p.copy_(noise * (gain / math.sqrt(p[0].numel())))
+    randomise(sorted(parameters(model).items()), CHECKPOINTS[name][-1], scale)
     return model
 
 
@@ -306,15 +297,7 @@ def run_case(model, name, case, inputs):
                 out[f"grad.{n}"] = p.grad
     idle = idle_experts(model)
     out["idle"] = torch.tensor(idle, dtype=torch.int64)
-    tokens, margins = [], []
-    with torch.no_grad():
-        for _ in range(GREEDY_TOKENS):
-            last = logits_of(model, prompt + tokens, squares)[-1]
-            top = last.topk(2).values
-            margins.append(float(top[0] - top[1]))
-            tokens.append(int(last.argmax()))
-            if tokens[-1] == IMAGE:
-                break
+    tokens, margins = greedy(lambda tokens: logits_of(model, prompt + tokens, squares)[-1], GREEDY_TOKENS, IMAGE)
     print(f"{name} {case}: L={len(prompt)} loss={float(loss.detach()):.3f} min margin={min(margins):.4f} idle={idle} {tokens}")
     out["greedy"] = torch.tensor(tokens)
     return out, min(margins) > 1e-3 and not set(tokens) & set(ID[t] for t in SPECIAL)
@@ -324,13 +307,7 @@ def write_cases():
     generator = torch.Generator().manual_seed(23)
     lines, cases = [], {}
     for case, (text, media) in CASES.items():
-        row = dict(id=case)
-        images = [f"media/{m}" for m in media if isinstance(m, str)]
-        videos = [[f"media/{f}" for f in m] for m in media if isinstance(m, list)]
-        row |= dict(image=images) if images else {}
-        row |= dict(video=videos) if videos else {}
-        row["conversations"] = [{"from": "human", "value": text}]
-        lines.append(json.dumps(row, ensure_ascii=False))
+        lines.append(row_of(case, text, media))
         completion = torch.randint(0, 256, (8,), generator=generator).tolist()
         completion[5] = ID["<answer>"]
         cases[case] = dict(completion=completion, coefficients=torch.randn(8, generator=generator))

@@ -2,7 +2,7 @@
 
 import torch
 from fixtures import (
-    CHECKPOINTS, EOT, FRAMES, ID, IM_END, IMG, MEDIA, NAMES, OUT, VE, VID, VS, extend, family_of, gradients, load_model,
+    CHECKPOINTS, EOT, FRAMES, ID, IM_END, IMG, MEDIA, NAMES, OUT, VE, VID, VS, extend, family_of, gradients, greedy, load_model,
     open_rgb, position_ids, process_frames, process_images, save_tensors, tf5_position_ids,
 )
 from jinja2 import Environment
@@ -130,18 +130,6 @@ def logits_of(model, ids, positions, kwargs):
     return out.logits[0]
 
 
-def greedy(model, ids, positions, kwargs):
-    """GREEDY_TOKENS argmax steps; every step is decided by a margin that rounding cannot turn."""
-    tokens, margins = [], []
-    with torch.no_grad():
-        for _ in range(GREEDY_TOKENS):
-            logits = logits_of(model, ids + tokens, extend(positions, len(tokens)), kwargs)[-1]
-            top = logits.topk(2).values
-            margins.append(float(top[0] - top[1]))
-            tokens.append(int(logits.argmax()))
-    return tokens, margins
-
-
 def vision_stages(model, pixels, grid):
     """Outputs of patch embedding, every block (Qwen2.5-VL: rows in window order) and the merger (original order)."""
     stages, hooks, visual = {}, [], model.model.visual
@@ -196,7 +184,9 @@ def run_case(model, name, case, inputs):
     out["logp"], out["loss"] = logp, loss.reshape(1)
     out |= gradients(model, full=case == "A" and name.endswith("_tied"))
 
-    tokens, margins = greedy(model, prompt, positions, kwargs)
+    tokens, margins = greedy(
+        lambda tokens: logits_of(model, prompt + tokens, extend(positions, len(tokens)), kwargs)[-1], GREEDY_TOKENS
+    )
     print(f"{name} {case}: L={len(prompt)} loss={float(loss.detach()):.3f} min margin={min(margins):.4f} {tokens}")
     assert min(margins) > 1e-3, (name, case)
     assert not any(EOT <= t <= VID or t > ID["</answer>"] for t in tokens), (name, case)

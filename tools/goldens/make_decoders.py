@@ -4,7 +4,7 @@ import copy
 import shutil
 
 import torch
-from fixtures import OUT, gradients, randomise, save_tensors, write_json
+from fixtures import OUT, gradients, greedy, randomise, save_tensors, write_json
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 DECODERS = OUT / "decoders"
@@ -40,7 +40,7 @@ def write_checkpoint(name):
     config = config_class(**copy.deepcopy({k: v for k, v in raw.items() if k not in ("model_type", "torch_dtype")}))
     torch.manual_seed(0)
     model = model_class._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-    randomise(model, seed)
+    randomise(model.named_parameters(), seed)
     directory = DECODERS / name
     shutil.rmtree(directory, ignore_errors=True)
     model.save_pretrained(directory)
@@ -54,17 +54,6 @@ def write_checkpoint(name):
 
 def logits_of(model, ids):
     return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-
-
-def greedy(model, ids):
-    tokens, margins = [], []
-    with torch.no_grad():
-        for _ in range(GREEDY_TOKENS):
-            logits = logits_of(model, ids + tokens)[-1]
-            top = logits.topk(2).values
-            margins.append(float(top[0] - top[1]))
-            tokens.append(int(logits.argmax()))
-    return tokens, margins
 
 
 def main():
@@ -86,7 +75,7 @@ def main():
         logp, entropy = torch.cat(logps), torch.cat(entropies)
         loss = (coefficients * logp).sum() + 0.5 * (coefficients.flip(0) * entropy).sum()
         loss.backward()
-        tokens, margins = greedy(model, prompt)
+        tokens, margins = greedy(lambda tokens: logits_of(model, prompt + tokens)[-1], GREEDY_TOKENS)
         print(f"{name}: loss={float(loss.detach()):.3f} min margin={min(margins):.4f} {tokens}")
         assert min(margins) > 1e-3 and len(set(tokens)) > 4, name
         out |= dict(

@@ -8,7 +8,7 @@ import shutil
 
 import fixtures
 import torch
-from fixtures import FRAMES, MEDIA, OUT, open_rgb, oriented, save_tensors, sketch, write_json
+from fixtures import FRAMES, MEDIA, OUT, greedy, open_rgb, oriented, row_of, save_tensors, sketch, write_json
 from internvl import (
     ADDED, CHECKPOINTS, CONTEXT, DEPTH, EOT, EXPERTS, EXPERT_INTER, HEADS, HIDDEN, ID, IM_END, INTER, KV_HEADS, LAYERS, MAX_TILES, MEAN,
     NUM_MERGES, PATCH, SIDE, SPECIAL, STD, TEMPLATES, TOKENS_PER_TILE, TOPK, TOWER_HEADS, TOWER_INTER, VOCAB, WIDTH, Original,
@@ -296,13 +296,7 @@ def run_case(model, name, case, inputs):
     out |= dict(logits=rows, logp=logp, loss=loss.reshape(1))
     for n, g in model.gradients().items():
         out[f"sketch.{n}"] = sketch(g)
-    tokens, margins = [], []
-    with torch.no_grad():
-        for _ in range(GREEDY_TOKENS):
-            last = model(prompt + tokens, pixels)[-1]
-            top = last.topk(2).values
-            margins.append(float(top[0] - top[1]))
-            tokens.append(int(last.argmax()))
+    tokens, margins = greedy(lambda tokens: model(prompt + tokens, pixels)[-1], GREEDY_TOKENS)
     print(f"{name} {case}: L={len(prompt)} loss={float(loss.detach()):.3f} min margin={min(margins):.4f} {tokens}")
     assert min(margins) > 1e-3 and CONTEXT not in tokens, (name, case)
     out["greedy"] = torch.tensor(tokens)
@@ -313,13 +307,7 @@ def write_cases():
     generator = torch.Generator().manual_seed(17)
     lines, cases = [], {}
     for case, (text, media) in CASES.items():
-        row = dict(id=case)
-        images = [f"media/{m}" for m in media if isinstance(m, str)]
-        videos = [[f"media/{f}" for f in m] for m in media if isinstance(m, list)]
-        row |= dict(image=images) if images else {}
-        row |= dict(video=videos) if videos else {}
-        row["conversations"] = [{"from": "human", "value": text}]
-        lines.append(json.dumps(row, ensure_ascii=False))
+        lines.append(row_of(case, text, media))
         completion = torch.randint(0, 256, (8,), generator=generator).tolist()
         completion[5] = ID["<answer>"]
         cases[case] = dict(

@@ -16,7 +16,10 @@ import tempfile
 import fixtures
 import numpy as np
 import torch
-from fixtures import FRAMES, MAX_PIXELS, MEDIA, MIN_PIXELS, OUT, process_frames, process_images, save_tensors, sketch, write_json
+from fixtures import (
+    FRAMES, MAX_PIXELS, MEDIA, MIN_PIXELS, OUT, greedy, is_loud, process_frames, process_images, randomise, save_tensors, sketch,
+    write_json,
+)
 from make_checkpoints import CORPUS, byte_level_bpe
 from make_internvl import three_steps
 from make_replay import ROWS
@@ -191,6 +194,18 @@ def hub_config(name):
     )
 
 
+def scale(name, n, p):
+    if "embed_positions" in n:
+        return 0.7
+    if "visual" in n or "audio_tower" in n:
+        gain = 1.5 if "merger" in n or "audio_tower.proj" in n else 0.8
+    else:
+        # Calm enough for the steps in bfloat16 of the tests.
+        loud, other = (1.5, 0.9) if name == "qwen2_audio" else (2.5, 1.2)
+        gain = loud if is_loud(n) else other
+    return gain / math.sqrt(p[0].numel())
+
+
 def build(name):
     """The whole model of a checkpoint."""
     raw = copy.deepcopy(hub_config(name))
@@ -204,27 +219,7 @@ def build(name):
     whole = model._from_config(config(**raw), attn_implementation="eager", dtype=torch.float32).eval()
     # transformers never trains the stored positions of Qwen2-Audio; here they are trained with the tower.
     whole.requires_grad_(True)
-    generator = torch.Generator().manual_seed(SEEDS[name])
-    with torch.no_grad():
-        for n, p in sorted(whole.named_parameters()):
-            noise = torch.randn(p.shape, generator=generator)
-            tower = "visual" in n or "audio_tower" in n
-            if n.endswith("bias"):
-                p.copy_(0.1 * noise)
-            elif p.dim() == 1:
-                p.copy_(1.0 + 0.2 * noise)
-            elif "embed_tokens" in n or "lm_head" in n:
-                p.copy_(0.35 * noise)
-            elif "embed_positions" in n:
-                p.copy_(0.7 * noise)
-            elif tower:
-                loud = "merger" in n or "audio_tower.proj" in n
-                p.copy_(noise * ((1.5 if loud else 0.8) / math.sqrt(p[0].numel())))
-            else:
-                loud = n.endswith(("o_proj.weight", "down_proj.weight"))
-                # Calm enough for the steps in bfloat16 of the tests.
-                gain = (1.5, 0.9) if name == "qwen2_audio" else (2.5, 1.2)
-                p.copy_(noise * (gain[not loud] / math.sqrt(p[0].numel())))
+    randomise(sorted(whole.named_parameters()), SEEDS[name], lambda n, p: scale(name, n, p))
     return whole
 
 
@@ -489,13 +484,7 @@ def run_case(model, name, case, inputs):
         if p.grad is not None:
             assert torch.isfinite(p.grad).all(), n
             out[f"sketch.{published_name(name)(n)}"] = sketch(p.grad)
-    tokens, margins = [], []
-    with torch.no_grad():
-        for _ in range(GREEDY_TOKENS):
-            last = logits_of(model, prompt + tokens, media)[-1]
-            top = last.topk(2).values
-            margins.append(float(top[0] - top[1]))
-            tokens.append(int(last.argmax()))
+    tokens, margins = greedy(lambda tokens: logits_of(model, prompt + tokens, media)[-1], GREEDY_TOKENS)
     print(f"{name} {case}: L={len(prompt)} loss={float(loss.detach()):.3f} min margin={min(margins):.4f} {tokens}")
     out["greedy"] = torch.tensor(tokens)
     return out, min(margins) > 1e-3 and max(tokens) < 256 + NUM_MERGES

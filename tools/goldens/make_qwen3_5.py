@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fixtures
 import torch
-from fixtures import EOT, ID, IM_END, IMG, OUT, VE, VID, VOCAB, VS, extend, save_tensors, sketch, write_json
+from fixtures import EOT, ID, IMG, OUT, VE, VID, VOCAB, VS, extend, greedy, save_tensors, sketch, write_json
 from make_internvl import three_steps
 from make_qwen3_vl import (
     CASES, GREEDY_TOKENS, encode, inputs_of, logits_of, logp_of, pixels_of, positions_of, prepared_rows, render,
@@ -163,13 +163,7 @@ def run_case(model, name, case, inputs):
             out[f"sketch.{n}"] = sketch(p.grad)
             if case == "C" and name == "qwen3_5" and (".layers.0." in n or ".layers.1.self_attn" in n):
                 out[f"grad.{n}"] = p.grad
-    tokens, margins = [], []
-    with torch.no_grad():
-        for _ in range(GREEDY_TOKENS):
-            last = logits(prompt + tokens)[-1]
-            top = last.topk(2).values
-            margins.append(float(top[0] - top[1]))
-            tokens.append(int(last.argmax()))
+    tokens, margins = greedy(lambda tokens: logits(prompt + tokens)[-1], GREEDY_TOKENS)
     print(f"{name} {case}: L={len(prompt)} loss={float(loss.detach()):.3f} min margin={min(margins):.4f} {tokens}")
     out["greedy"] = torch.tensor(tokens)
     return out, min(margins) > 1e-3 and not any(EOT <= t <= VID or t > ID["</answer>"] for t in tokens)

@@ -1,7 +1,6 @@
 """Qwen3-VL, dense and with experts: checkpoints, cases, three AdamW steps. The rows of the cases are read by the tests as they stand, so prompts and
 pixels are compared from the file on."""
 
-import copy
 import json
 import math
 import re
@@ -12,7 +11,10 @@ from pathlib import Path
 import fixtures
 import numpy as np
 import torch
-from fixtures import EOT, FRAMES, ID, IM_END, IMG, MEDIA, OUT, VE, VID, VOCAB, VS, extend, inputs, open_rgb, oriented, save_tensors, sketch, write_json
+from fixtures import (
+    EOT, FRAMES, ID, IM_END, IMG, MEDIA, OUT, VE, VID, VOCAB, VS, extend, greedy, inputs, is_loud, open_rgb, oriented, randomise,
+    row_of, save_tensors, sketch, write_json,
+)
 from make_checkpoints import CHAT_TEMPLATE, DEFAULT_SYSTEM, build_tokenizer, tokenizer_config
 from make_internvl import number, three_steps
 from make_replay import ROWS
@@ -96,28 +98,19 @@ def new_config(name):
     return classes(name)[0](**raw)
 
 
+def scale(n, p):
+    if "pos_embed" in n:
+        return 0.5
+    gain = (1.2 if "merger" in n else 0.8) if "visual" in n else (2.0 if is_loud(n) else 1.2)
+    return (1.0 if ".experts." in n else gain) / math.sqrt(inputs(n, p))
+
+
 def new_model(name):
     """Random weights with a useful spread: no bias is 0, no norm weight is 1, logits differ by more than rounding."""
     model = classes(name)[1]._from_config(
         new_config(name), attn_implementation="eager", dtype=torch.float32
     ).eval()
-    generator = torch.Generator().manual_seed(CHECKPOINTS[name][-1])
-    with torch.no_grad():
-        for n, p in sorted(model.named_parameters()):
-            noise = torch.randn(p.shape, generator=generator)
-            if n.endswith("bias"):
-                p.copy_(0.1 * noise)
-            elif p.dim() == 1:
-                p.copy_(1.0 + 0.2 * noise)
-            elif "embed_tokens" in n or "lm_head" in n:
-                p.copy_(0.35 * noise)
-            elif "pos_embed" in n:
-                p.copy_(0.5 * noise)
-            else:
-                loud = n.endswith(("o_proj.weight", "down_proj.weight"))
-                gain = (1.2 if "merger" in n else 0.8) if "visual" in n else (2.0 if loud else 1.2)
-                gain = 1.0 if ".experts." in n else gain
-                p.copy_(noise * (gain / math.sqrt(inputs(n, p))))
+    randomise(sorted(model.named_parameters()), CHECKPOINTS[name][-1], scale)
     return model
 
 
@@ -323,13 +316,7 @@ def run_case(model, name, case, given):
                 out[f"grad.{n}"] = p.grad
     if is_moe(name) and case == "E":
         out |= balance(model, prompt, given["completion"], pixels)
-    tokens, margins = [], []
-    with torch.no_grad():
-        for _ in range(GREEDY_TOKENS):
-            last = logits_of(model, prompt + tokens, extend(positions, len(tokens)), pixels)[-1]
-            top = last.topk(2).values
-            margins.append(float(top[0] - top[1]))
-            tokens.append(int(last.argmax()))
+    tokens, margins = greedy(lambda tokens: logits_of(model, prompt + tokens, extend(positions, len(tokens)), pixels)[-1], GREEDY_TOKENS)
     print(f"{name} {case}: L={len(prompt)} loss={float(loss.detach()):.3f} min margin={min(margins):.4f} {tokens}")
     out["greedy"] = torch.tensor(tokens)
     return out, min(margins) > 1e-3 and not any(EOT <= t <= VID or t > ID["</answer>"] for t in tokens)
@@ -339,14 +326,7 @@ def write_cases():
     generator = torch.Generator().manual_seed(29)
     lines, cases = [], {}
     for case, (text, media, fps, limits) in CASES.items():
-        row = dict(id=case)
-        images = [f"media/{m}" for m in media if isinstance(m, str)]
-        videos = [[f"media/{f}" for f in m] for m in media if isinstance(m, list)]
-        row |= dict(image=images) if images else {}
-        row |= dict(video=videos) if videos else {}
-        row |= limits | (dict(fps=fps) if fps else {})
-        row["conversations"] = [{"from": "human", "value": text}]
-        lines.append(json.dumps(row, ensure_ascii=False))
+        lines.append(row_of(case, text, media, **limits, **(dict(fps=fps) if fps else {})))
         completion = torch.randint(0, 256, (8,), generator=generator).tolist()
         completion[5] = ID["<answer>"]
         cases[case] = dict(completion=completion, coefficients=torch.randn(8, generator=generator))

@@ -6,7 +6,6 @@ than LANCZOS with torchvision below 0.27 and on CUDA.
 """
 
 import copy
-import json
 import math
 import re
 import shutil
@@ -15,7 +14,7 @@ import tempfile
 import fixtures
 import numpy as np
 import torch
-from fixtures import FRAMES, MEDIA, OUT, open_rgb, save_tensors, sketch, write_json
+from fixtures import FRAMES, MEDIA, OUT, greedy, is_loud, open_rgb, randomise, row_of, save_tensors, sketch, write_json
 from make_checkpoints import CORPUS, byte_level_bpe
 from make_internvl import number, three_steps
 from make_replay import ROWS
@@ -111,6 +110,13 @@ def hub_config(name):
     return config
 
 
+def scale(n, p):
+    if "position_embedding" in n:
+        return 0.7
+    gain = (1.3 if "connector" in n else 0.9) if "text_model" not in n else (2.5 if is_loud(n) else 1.2)
+    return gain / math.sqrt(p[0].numel())
+
+
 def new_model(name):
     """Random weights with a useful spread: no bias is 0, no norm weight is 1."""
     family = CHECKPOINTS[name][0]
@@ -122,22 +128,7 @@ def new_model(name):
         "idefics3": (Idefics3Config, Idefics3ForConditionalGeneration),
     }[family]
     model = model_class._from_config(config_class(**raw), attn_implementation="eager", dtype=torch.float32).eval()
-    generator = torch.Generator().manual_seed(CHECKPOINTS[name][-1])
-    with torch.no_grad():
-        for n, p in sorted(model.named_parameters()):
-            noise = torch.randn(p.shape, generator=generator)
-            if n.endswith("bias"):
-                p.copy_(0.1 * noise)
-            elif p.dim() == 1:
-                p.copy_(1.0 + 0.2 * noise)
-            elif "embed_tokens" in n or "lm_head" in n:
-                p.copy_(0.35 * noise)
-            elif "position_embedding" in n:
-                p.copy_(0.7 * noise)
-            else:
-                loud = n.endswith(("o_proj.weight", "down_proj.weight"))
-                gain = (1.3 if "connector" in n else 0.9) if "text_model" not in n else (2.5 if loud else 1.2)
-                p.copy_(noise * (gain / math.sqrt(p[0].numel())))
+    randomise(sorted(model.named_parameters()), CHECKPOINTS[name][-1], scale)
     return model
 
 
@@ -328,15 +319,7 @@ def run_case(model, name, case, inputs):
             out[f"sketch.{n}"] = sketch(p.grad)
             if case == "C" and name == "smolvlm" and ("connector" in n or "text_model.layers.1." in n):
                 out[f"grad.{n}"] = p.grad
-    tokens, margins = [], []
-    with torch.no_grad():
-        for _ in range(GREEDY_TOKENS):
-            last = logits_of(model, prompt + tokens, squares)[-1]
-            top = last.topk(2).values
-            margins.append(float(top[0] - top[1]))
-            tokens.append(int(last.argmax()))
-            if tokens[-1] == ids["<image>"]:
-                break
+    tokens, margins = greedy(lambda tokens: logits_of(model, prompt + tokens, squares)[-1], GREEDY_TOKENS, ids["<image>"])
     print(f"{name} {case}: L={len(prompt)} loss={float(loss.detach()):.3f} min margin={min(margins):.4f} {tokens}")
     out["greedy"] = torch.tensor(tokens)
     special = set(ids[t] for t in SPECIAL[CHECKPOINTS[name][0]])
@@ -347,13 +330,7 @@ def write_cases():
     generator = torch.Generator().manual_seed(29)
     lines, cases = [], {}
     for case, (text, media) in CASES.items():
-        row = dict(id=case)
-        images = [f"media/{m}" for m in media if isinstance(m, str)]
-        videos = [[f"media/{f}" for f in m] for m in media if isinstance(m, list)]
-        row |= dict(image=images) if images else {}
-        row |= dict(video=videos) if videos else {}
-        row["conversations"] = [{"from": "human", "value": text}]
-        lines.append(json.dumps(row, ensure_ascii=False))
+        lines.append(row_of(case, text, media))
         completion = torch.randint(0, 256, (8,), generator=generator).tolist()
         own = {name: completion[:5] + [ids_of(name)["<answer>"]] + completion[6:] for name in CHECKPOINTS}
         cases[case] = dict(completion=own, coefficients=torch.randn(8, generator=generator))

@@ -4,9 +4,9 @@ import copy
 import shutil
 
 import torch
-from fixtures import ADDED, CHECKPOINTS, EOT, ID, IM_END, OUT, SPECIAL, VOCAB, gradients, randomise, save_tensors, write_json
+from fixtures import ADDED, CHECKPOINTS, EOT, ID, IM_END, OUT, SPECIAL, VOCAB, gradients, greedy, randomise, save_tensors, write_json
 from make_checkpoints import build_tokenizer, tokenizer_config
-from make_decoders import greedy, logits_of
+from make_decoders import logits_of
 from safetensors.torch import load_file
 from transformers import (
     LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM,
@@ -68,7 +68,7 @@ def write_checkpoint(name):
     raw = {k: v for k, v in {**SHARED, **own}.items() if k not in ("model_type", "torch_dtype")}
     torch.manual_seed(0)
     model = model_class._from_config(config_class(**copy.deepcopy(raw)), attn_implementation="eager", dtype=torch.float32).eval()
-    randomise(model, seed)
+    randomise(model.named_parameters(), seed)
     directory = CHECKPOINTS / name
     shutil.rmtree(directory, ignore_errors=True)
     model.save_pretrained(directory)
@@ -100,7 +100,7 @@ def main():
             position_ids=torch.arange(len(prompt)).expand(3, -1), logits=logits[::8], logp=logp, loss=loss.reshape(1),
             **gradients(model, full=False),
         )
-        tokens, margins = greedy(model, prompt)
+        tokens, margins = greedy(lambda tokens: logits_of(model, prompt + tokens)[-1], GREEDY_TOKENS)
         print(f"{name}: L={len(prompt)} loss={float(loss.detach()):.3f} min margin={min(margins):.4f} {tokens}")
         assert min(margins) > 1e-3 and len(set(tokens)) > 4 and not control & set(tokens), name
         assert max(tokens) <= max(control), name

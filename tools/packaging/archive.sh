@@ -3,7 +3,7 @@
 # bash, zsh and fish, man pages, README, CHANGELOG and licences; and dist/SHA256SUMS. The program needs glibc 2.28 (Debian 10,
 # Ubuntu 20.04, RHEL 8): zig links it, from the Python packages `ziglang` and `cargo-zigbuild`.
 #
-#     tools/packaging/archive.sh 0.2.0
+#     tools/packaging/archive.sh 0.3.0
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

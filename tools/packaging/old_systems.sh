@@ -2,7 +2,7 @@
 # Starts the program of dist/omnigrpo-VERSION-x86_64-unknown-linux-gnu.tar.gz in minimal roots of Debian 11 and 12: it says its
 # version and describes the machine. Needs root, debootstrap and the network.
 #
-#     tools/packaging/old_systems.sh 0.2.0 [FOLDER]     FOLDER keeps the roots for the next time; target/roots by default
+#     tools/packaging/old_systems.sh 0.3.0 [FOLDER]     FOLDER keeps the roots for the next time; target/roots by default
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

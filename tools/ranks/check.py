@@ -79,6 +79,8 @@ def check(train, scratch):
     torch(train("torch", 2))
     same(scratch / "alone", scratch / "torch")
     turns(train, scratch)
+    supervised(train, scratch)
+    rows_of_files(train, scratch)
     judged = ["--reward_funcs", f"judge={JUDGE}"]
     done(train("judged", 4, more=judged))
     done([*OPEN_MPI, *train("judged-2", 2, more=judged)])
@@ -133,6 +135,105 @@ def adapters(train, scratch):
                 out = f"{dtype}-{shard}-{name}"
                 done([*launcher, *train(out, 2, more=[*more, *cut])])
                 same(scratch / f"alone-{dtype}", scratch / out, "adapter_model.safetensors")
+
+
+def few_rows(scratch, count, name="few.jsonl"):
+    """Writes the first rows of the demo, and returns their file."""
+    rows = (scratch / "demo/data/train.jsonl").read_text().splitlines(keepends=True)
+    file = scratch / "demo/data" / name
+    file.write_text("".join(rows[:count]))
+    return file
+
+
+def supervised(train, scratch):
+    """Trains on answers in one process and on two and three ranks, and resumes with another number."""
+
+    def sft(out, batches, steps=STEPS, leaves=2, more=()):
+        return [
+            train("", 1)[0], "sft", "--model_name_or_path", scratch / "demo/start-model", "--train_file", few_rows(scratch, 40),
+            "--output_dir", scratch / out, "--max_steps", steps, "--per_device_train_batch_size", 1,
+            "--gradient_accumulation_steps", batches, "--learning_rate", 1e-4, "--save_steps", 1, "--threads", 1,
+            "--gradient_leaves", leaves, *more,
+        ]  # fmt: skip
+
+    for leaves, shards in [(2, ["none", *SHARDS]), (3, ["none"])]:
+        alone = scratch / f"sft-{leaves}"
+        said = done(sft(alone.name, 6, leaves=leaves))
+        expect("a step takes 6 answers" in said, said)
+        for name, launcher in [("open-mpi", OPEN_MPI), ("mpich", MPICH)]:
+            for shard in shards:
+                cut = ["--shard", shard, *(ALL if shard == "weights" else [])]
+                out = f"{alone.name}-{shard}-{name}"
+                said = done([*launcher[:-1], leaves, *sft(out, 6 // leaves, leaves=leaves, more=cut)])
+                expect(f"a step takes 6 answers, on {leaves} ranks" in said, said)
+                same(alone, scratch / out)
+    done([*sft("sft-parent", 3), "--nproc_per_node", "2"])
+    same(scratch / "sft-2", scratch / "sft-parent")
+    torch(sft("sft-torch", 3))
+    same(scratch / "sft-2", scratch / "sft-torch")
+    done(sft("sft-2", 6, steps=STEPS + 1))
+    done([*OPEN_MPI, *sft("sft-parent", 3, steps=STEPS + 1)])
+    for file in ["model.safetensors", f"checkpoint-{STEPS + 1}/optimizer.safetensors"]:
+        equal = (scratch / "sft-2" / file).read_bytes() == (scratch / "sft-parent" / file).read_bytes()
+        expect(equal, f"{file} of supervised runs that resumed in one and in two processes differ")
+
+
+def rows_of_files(train, scratch):
+    """Evaluates a model and samples completions in one process and on two and three ranks, with a row that cannot be read."""
+    demo, rows = scratch / "demo", few_rows(scratch, 21)
+    broken = {**json.loads(rows.read_text().splitlines()[0]), "id": "broken", "image": "no such.png"}
+    lines = rows.read_text().splitlines(keepends=True)
+    rows.write_text("".join([*lines[:5], json.dumps(broken) + "\n", *lines[5:]]))
+    names = ["--model_name_or_path", demo / "start-model", "--max_completion_length", 12, "--threads", 1, "--batch_size", 2]
+
+    def read(verb, out, more=()):
+        input = ["--eval_file", rows, "--max_skipped", 0.1] if verb == "eval" else ["--input", rows]
+        return [train("", 1)[0], verb, *names, *input, "--num_generations", 2, "--temperature", 1, "--output", scratch / out, *more]
+
+    def run(command, status):
+        command = [str(word) for word in command]
+        run = subprocess.run(command, env={**os.environ, **ROOT}, capture_output=True, text=True, timeout=LIMIT_SECS)
+        expect(run.returncode == status, f"{' '.join(command)}: status {run.returncode}, expected {status}\n{run.stdout}{run.stderr}")
+        return run.stdout, run.stderr
+
+    # One row of 22 fails, which `generate` says at its end.
+    for verb, status in [("eval", 0), ("generate", 1)]:
+        alone, said = run(read(verb, f"{verb}.jsonl"), status)
+        files = [f"{verb}.jsonl", f"{verb}.summary.json"] if verb == "eval" else [f"{verb}.jsonl"]
+        whole = (scratch / f"{verb}.jsonl").read_text().splitlines()
+        expect(len(whole) == (21 if verb == "eval" else 22), f"{verb}: {len(whole)} lines")
+        for name, launcher in [("open-mpi", OPEN_MPI), ("mpich", MPICH)]:
+            for size in [2, 3]:
+                out = f"{verb}-{name}-{size}"
+                printed, said = run([*launcher[:-1], size, *read(verb, f"{out}.jsonl")], status)
+                expect(printed == alone, f"{out}: {printed}\ninstead of\n{alone}")
+                expect(said.count("error: ") == status, f"{out}: {said}")
+                for file in files:
+                    equal = (scratch / file).read_bytes() == (scratch / file.replace(verb, out, 1)).read_bytes()
+                    expect(equal, f"{file} and that of {out} differ")
+                expect(not list(scratch.glob(f"{out}*.partial")), f"{out}.jsonl.partial is left")
+        # A process that is killed leaves what it has done, and another number of processes goes on.
+        out = scratch / f"{verb}-killed.jsonl"
+        partial = Path(f"{out}.partial")
+        started = subprocess.Popen([str(word) for word in [*OPEN_MPI, *read(verb, out.name, ["--batch_size", 1])]], env={**os.environ, **ROOT},
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+        until = time.monotonic() + LIMIT_SECS
+        while not partial.exists() or partial.read_text().count("\n") < 3:
+            expect(started.poll() is None and time.monotonic() < until, f"{verb} ended before it was killed")
+            time.sleep(0.002)
+        os.kill(max(processes(str(out), verb)), signal.SIGKILL)
+        expect(started.wait(60) != 0, f"{verb} ended with status 0 although a rank was killed")
+        all_ended(out, verb=verb)
+        done_before = partial.read_text().count("\n") - 1
+        printed, said = run([*MPICH[:-1], 3, *read(verb, out.name)], status)
+        expect(f"resuming after {done_before} of 22 rows" in said, said)
+        expect(printed == alone and out.read_bytes() == (scratch / f"{verb}.jsonl").read_bytes(), f"{verb} resumed to another end")
+        expect(either(OPEN_MPI, read(verb, f"{verb}-differs.jsonl"), ["--temperature", 0.5])[0] == 2, f"{verb}: ranks differ unnoticed")
+        expect(not (scratch / f"{verb}-differs.jsonl").exists(), f"{verb}: ranks that differ have written rows")
+    # One prompt, and commands that are not divided, are refused.
+    for refused in [["generate", *names[:2], "--prompt", "Hm?"], ["score", *names[:2], "--input", rows, "--output", scratch / "no.jsonl"]]:
+        _, said = run([*OPEN_MPI, train("", 1)[0], *refused], 2)
+        expect("one process" in said and not (scratch / "no.jsonl").exists(), said)
 
 
 # Answers every turn with the medium of the row, if it is a picture, and a word.
@@ -507,11 +608,11 @@ def begun(command, out):
     return run
 
 
-def all_ended(out, within=30):
+def all_ended(out, within=30, verb="train"):
     """Waits until no process of a run is left."""
     until = time.monotonic() + within
-    while processes(str(out)):
-        expect(time.monotonic() < until, f"processes {processes(str(out))} outlive the run")
+    while processes(str(out), verb):
+        expect(time.monotonic() < until, f"processes {processes(str(out), verb)} outlive the run")
         time.sleep(0.05)
 
 
@@ -608,8 +709,8 @@ def kills(train, scratch, count):
     print(f"ranks: {killed} kills over 2 ranks lost nothing")
 
 
-def processes(out):
-    """Returns the processes of `omnigrpo train` on a run directory, without their launcher."""
+def processes(out, verb="train"):
+    """Returns the processes of `omnigrpo train` on a run directory, or of another command with an output, without their launcher."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -617,7 +718,7 @@ def processes(out):
             state = (path.parent / "stat").read_text().rsplit(") ", 1)[1][0]
         except OSError:
             continue
-        if len(words) > 1 and words[1] == b"train" and out.encode() in words and state not in "ZX":
+        if len(words) > 1 and words[1] == verb.encode() and out.encode() in words and state not in "ZX":
             found.append(int(path.parent.name))
     return found
 

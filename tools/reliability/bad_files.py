@@ -462,7 +462,7 @@ def yaml(rng, number, into):
 
 def settings_of(verb):
     """(name, what it takes) of each setting of a verb, from the page that is written from the table of flags."""
-    for line in (ROOT / "docs/flags.md").read_text().splitlines():
+    for line in (ROOT / "docs/generated/flags.md").read_text().splitlines():
         cells = line.replace("\\|", "/").split(" | ")
         if line.startswith("| `") and verb in cells[3].rstrip(" |").split(", "):
             # The last bracket says what it takes; words list their choices behind it.

@@ -46,10 +46,10 @@ class Server:
         status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) / 1000
 
-    def post(self, body, timeout=PATIENCE):
+    def post(self, body, timeout=PATIENCE, path="chat/completions"):
         """Returns the status and the response."""
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}/chat/completions", body, {"Authorization": f"Bearer {KEY}"})
+        request = urllib.request.Request(f"{self.url}/{path}", body, {"Authorization": f"Bearer {KEY}"})
         try:
             with urllib.request.urlopen(request, timeout=timeout) as answer:
                 return answer.status, answer.read().decode()
@@ -153,9 +153,14 @@ def bodies(server):
         ("a text of 30 MB", json.dumps(asked("x " * 15_000_000)).encode()),
         ("a number of 10 MB", b'{"n": ' + b"9" * 10_000_000 + b"}"),
         ("a schema of 20 MB", json.dumps(asked("x", tools=[{"type": "function", "function": {"name": "n" * 20_000_000}}])).encode()),
+        ("variables of 20 MB", json.dumps(asked("x", chat_template_kwargs={"a": "x" * 20_000_000})).encode()),
+        ("a prompt of 30 MB", json.dumps({"prompt": "x " * 15_000_000}).encode()),
+        ("ten million tokens", json.dumps({"prompt": [5] * 10_000_000}).encode()),
+        ("a prompt without room", json.dumps({"prompt": [5] * 2048, "echo": True, "logprobs": 20, "n": 64, "max_tokens": 0}).encode()),
+        ("deep prompts", b'{"prompt": ' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}"),
     ]:
         start = time.perf_counter()
-        status, answer = server.post(body)
+        status, answer = server.post(body, path="completions" if b'"prompt"' in body[:20] else "chat/completions")
         print(f"{name}: {status} in {time.perf_counter() - start:.1f} s: {answer[:110]}")
         assert status == 400, answer
 

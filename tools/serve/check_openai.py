@@ -2,7 +2,7 @@
 """Asks a server through the package `openai`, as its users do: `python3 check_openai.py PROGRAM`.
 
 It serves the model of the demo, and checks whole and streamed answers, pictures, several completions, log-probabilities, tools, errors,
-concurrent requests and clients that leave. Needs the packages `openai` and `pillow`.
+concurrent requests, clients that leave, and texts to continue. Needs the packages `openai` and `pillow`.
 """
 
 import base64
@@ -73,6 +73,23 @@ def check(client, model):
         {"role": "tool", "tool_call_id": "1", "content": "nothing"},
     ]
     create(model=model, messages=conversation, tools=tools, max_tokens=2)
+
+    # The demo's template has no variables, so that these change nothing.
+    variables = {"chat_template_kwargs": {"enable_thinking": False}, "skip_special_tokens": True}
+    again = create(model=model, messages=question("Which colour is it?", "red"), temperature=0, max_tokens=16, extra_body=variables)
+    assert again.choices[0].message.content == text
+
+    continued = client.completions.create(model=model, prompt="What is", max_tokens=6, temperature=0, echo=True, logprobs=2)
+    said = continued.choices[0]
+    assert said.text.startswith("What is") and continued.usage.completion_tokens <= 6
+    assert said.logprobs.token_logprobs[0] is None and all(nats <= 0 for nats in said.logprobs.token_logprobs[1:])
+    assert "".join(said.logprobs.tokens[: continued.usage.prompt_tokens]) == "What is"
+    scored = client.completions.create(model=model, prompt=said.text, max_tokens=0, echo=True, logprobs=1).choices[0]
+    furthest = max(abs(a - b) for a, b in zip(scored.logprobs.token_logprobs[1:], said.logprobs.token_logprobs[1:]))
+    assert scored.text == said.text and furthest < 1e-4, furthest
+    parts = client.completions.create(model=model, prompt="What is", max_tokens=6, temperature=0, stream=True)
+    assert "What is" + "".join(part.choices[0].text for part in parts) == said.text
+    print("text:    ", repr(said.text))
 
     for error, wrong in [
         (openai.BadRequestError, {"temperature": -1}),

@@ -40,7 +40,7 @@ def test_names_are_those_of_the_table():
 def test_the_settings_are_those_of_the_pages_and_have_help():
     if not PAGES.exists():
         pytest.skip("the tests run outside of the repository")
-    table = re.findall(r"^\| (`[^|]+`)", (PAGES / "flags.md").read_text().split("## ", 1)[1], re.M)
+    table = re.findall(r"^\| (`[^|]+`)", (PAGES / "generated/flags.md").read_text().split("## ", 1)[1], re.M)
     paged = {name for row in table for name in re.findall(r"`(\w+)`", row)}
     settings = json.loads(_omnigrpo.schema())["properties"]
     # Words of the command line alone.

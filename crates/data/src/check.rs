@@ -139,6 +139,9 @@ pub struct Report {
     pub solutions_from: BTreeMap<String, u64>,
     /// Memory of the decoded media of all usable rows, bytes.
     pub media_bytes: u64,
+    /// Memory that decoding the largest medium takes before it is resized, bytes: a picture and its copy that is turned upright, and as
+    /// many frames of a folder as there are threads.
+    pub decoding_bytes: u64,
 }
 
 impl Report {
@@ -159,6 +162,7 @@ impl Report {
         b.turned.into_iter().for_each(|(kind, count)| a.turned[kind] += count);
         a.without_solution += b.without_solution;
         self.media_bytes += other.media_bytes;
+        self.decoding_bytes = self.decoding_bytes.max(other.decoding_bytes);
         for (from, rows) in other.solutions_from {
             *self.solutions_from.entry(from).or_default() += rows;
         }
@@ -229,8 +233,9 @@ fn check_row(
         }
     }
     match outcome {
-        Ok((prompt, media_bytes, turned)) => {
-            report.media_bytes += media_bytes;
+        Ok((prompt, Usable { measure, turned, decoding_bytes })) => {
+            report.media_bytes += measure.media_bytes;
+            report.decoding_bytes = report.decoding_bytes.max(decoding_bytes);
             turned.into_iter().for_each(|(kind, count)| report.counts.turned[kind] += count);
             report.longest.push(prompt);
             // Trimmed from time to time, so that memory does not grow with the dataset.
@@ -250,9 +255,17 @@ fn check_row(
 /// Bad row: its origin, a description of the problem, and the kind of a missing medium.
 type Bad = (Origin, String, Option<MediumKind>);
 
-/// Result of one row: for a good row the prompt, the bytes of its media and the number of those that are not stored upright; or the
-/// bad row.
-type Checked = Result<(LongPrompt, u64, PerKind<u64>), Bad>;
+/// Numbers of a good row.
+struct Usable {
+    measure: Measure,
+    /// Number of media whose stored pixels are not upright.
+    turned: PerKind<u64>,
+    /// [`Report::decoding_bytes`] of the row.
+    decoding_bytes: u64,
+}
+
+/// Result of one row: the prompt and the numbers of a good row, or the bad row.
+type Checked = Result<(LongPrompt, Usable), Bad>;
 
 /// Checks one row and returns the parsed sample, if any, with the result. Returns an error only if the machine failed.
 fn checked(
@@ -270,9 +283,10 @@ fn checked(
     match dataset.get(row) {
         Ok(sample) => {
             let bad = match usable(&sample, options, cache) {
-                Ok((Measure { num_tokens, media_tokens, media_bytes }, turned)) => {
+                Ok(usable) => {
+                    let Measure { num_tokens, media_tokens, .. } = usable.measure;
                     let prompt = LongPrompt { num_tokens, media_tokens, row, id: sample.id.clone() };
-                    return Ok((Some(sample), Ok((prompt, media_bytes, turned))));
+                    return Ok((Some(sample), Ok((prompt, usable))));
                 }
                 Err(source) => {
                     let what = judged(&sample.origin, source)?;
@@ -305,34 +319,31 @@ fn count(sample: &Sample, counts: &mut Counts) {
     }
 }
 
-/// Measures a row, and counts its media that are not stored upright. The error names every broken medium of the row.
-fn usable(sample: &Sample, options: &CheckOptions, cache: &Cache) -> Result<(Measure, PerKind<u64>), Cause> {
+/// Measures a row. The error names every broken medium of the row.
+fn usable(sample: &Sample, options: &CheckOptions, cache: &Cache) -> Result<Usable, Cause> {
     let mut infos = Vec::with_capacity(sample.media.len());
     let mut broken = Vec::new();
     for medium in &sample.media {
         match cache.probe(medium, options.probe) {
             Ok(info) => {
-                broken.extend(
-                    misfit(medium, &info)
-                        .map(|what| format!("{} {}: {what}", medium.kind, name(&medium.source))),
-                );
+                broken.extend(misfit(medium, &info).map(|what| of_medium(medium, &what)));
                 infos.push(info);
             }
             Err(machine) if fault(&*machine, Fault::Row) == Fault::Machine => return Err(machine),
             Err(what) => {
-                let what = omnigrpo_guard::told(&*what);
-                broken.push(format!("{} {}: {what}", medium.kind, name(&medium.source)));
+                broken.push(of_medium(medium, &omnigrpo_guard::told(&*what)));
             }
         }
     }
     if !broken.is_empty() {
         return Err(broken.join("; ").into());
     }
-    let mut turned = PerKind::default();
+    let (mut turned, mut decoding_bytes) = (PerKind::default(), 0);
     for (medium, info) in sample.media.iter().zip(&infos) {
         turned[medium.kind] += u64::from(info.turn > 1);
+        decoding_bytes = decoding_bytes.max(decoding(medium, info, options.num_threads));
     }
-    Ok(((options.estimate)(sample, &infos)?, turned))
+    Ok(Usable { measure: (options.estimate)(sample, &infos)?, turned, decoding_bytes })
 }
 
 /// Returns a description of the row's options that the medium cannot satisfy.
@@ -349,6 +360,26 @@ fn misfit(medium: &MediumRef, info: &MediumInfo) -> Option<String> {
         }
         _ => None,
     }
+}
+
+/// Returns the bytes that decoding a medium takes before it is resized. Clips in files are decoded frame by frame at their final size.
+fn decoding(medium: &MediumRef, info: &MediumInfo, num_threads: usize) -> u64 {
+    let together = match (&medium.source, medium.kind) {
+        (MediumSource::Frames(frames), _) => frames.len().min(num_threads) as u64,
+        (MediumSource::Path(_), MediumKind::Image) => 1,
+        (MediumSource::Path(path), _) if path.is_dir() => num_threads as u64,
+        (MediumSource::Path(_), _) => 0,
+    };
+    let pixels = u64::from(info.width_px.unwrap_or(0)) * u64::from(info.height_px.unwrap_or(0));
+    let copies = 1 + u64::from(info.turn > 1);
+    together * copies * 3 * pixels
+}
+
+/// Returns the problem of a medium with its kind and its path, which the problem may begin with.
+fn of_medium(medium: &MediumRef, what: &str) -> String {
+    let name = name(&medium.source);
+    let what = what.strip_prefix(&name).and_then(|rest| rest.strip_prefix(": ")).unwrap_or(what);
+    format!("{} {name}: {what}", medium.kind)
 }
 
 fn name(source: &MediumSource) -> String {
@@ -483,6 +514,25 @@ mod tests {
         std::fs::write(folder.join("rows.jsonl"), lines.join("\n")).unwrap();
         let spec = DatasetSpec::file(folder.join("rows.jsonl"));
         Dataset::open(&[spec], &ReadOptions::default()).unwrap()
+    }
+
+    /// A problem that begins with the path of its medium has the path once.
+    #[test]
+    fn a_medium_is_named_once_and_its_pixels_are_counted() {
+        let medium = |kind, source| MediumRef { kind, source, options: crate::MediumOptions::default() };
+        let photo = medium(MediumKind::Image, MediumSource::Path("a.jpg".into()));
+        assert_eq!(of_medium(&photo, "a.jpg: cannot decode"), "image a.jpg: cannot decode");
+        assert_eq!(of_medium(&photo, "too large"), "image a.jpg: too large");
+        let frames = medium(
+            MediumKind::Video,
+            MediumSource::Frames(vec!["0.png".into(), "1.png".into(), "2.png".into()]),
+        );
+        let clip = medium(MediumKind::Video, MediumSource::Path("a.mp4".into()));
+        let info =
+            |turn| MediumInfo { width_px: Some(40), height_px: Some(30), turn, ..MediumInfo::default() };
+        assert_eq!([decoding(&photo, &info(1), 8), decoding(&photo, &info(6), 8)], [3600, 7200]);
+        assert_eq!([decoding(&frames, &info(1), 2), decoding(&frames, &info(1), 8)], [7200, 10_800]);
+        assert_eq!(decoding(&clip, &info(1), 8), 0);
     }
 
     fn estimate(sample: &Sample, infos: &[MediumInfo]) -> Result<Measure, Cause> {

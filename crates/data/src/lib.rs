@@ -47,5 +47,5 @@ pub use sample::{
 };
 pub use sampling::{Amount, Sampling};
 pub use store::{medium_extension, store as store_medium};
-pub use tables::media_folder;
+pub use tables::{MediaFolder, media_folder};
 pub use vivqa_x::{Conversion, convert_vivqa_x};

@@ -298,12 +298,20 @@ fn number(cell: &str) -> Option<Number> {
     (number.to_string() == cell).then_some(number)
 }
 
-/// Returns the files of rows of a folder on this machine: its metadata files, or the folder of a split itself, whose media are its rows.
-/// `None` if the folder has neither.
+/// Files of rows of a folder with media.
+#[derive(Debug, PartialEq, Eq)]
+pub struct MediaFolder {
+    /// Metadata files, or the folder itself, whose media are its rows.
+    pub files: Vec<PathBuf>,
+    /// Folders and files with media that belong to no split, because other folders have names of splits.
+    pub left_out: Vec<String>,
+}
+
+/// Returns the files of rows of a split of a folder on this machine. `None` if the folder has neither metadata files nor media.
 ///
 /// # Errors
 /// Returns an error if the folder has splits, and not this one, or if it has none and another one than `train` is asked for.
-pub fn media_folder(folder: &Path, split: &str) -> Result<Option<Vec<PathBuf>>, DataError> {
+pub fn media_folder(folder: &Path, split: &str) -> Result<Option<MediaFolder>, DataError> {
     let mut found = Found::default();
     found.search(folder, Path::new(""), 0)?;
     if found.metadata.is_empty() && found.media.is_empty() {
@@ -313,8 +321,12 @@ pub fn media_folder(folder: &Path, split: &str) -> Result<Option<Vec<PathBuf>>, 
     for name in &found.top {
         folders.extend(split_of(name).map(|split| (split, folder.join(name))));
     }
+    let mut left_out = BTreeSet::new();
     if folders.is_empty() {
         folders.push(("train", folder.to_owned()));
+    } else {
+        let first = |path: &PathBuf| Some(path.components().next()?.as_os_str().to_str()?.to_owned());
+        left_out.extend(found.media.iter().filter_map(first).filter(|name| split_of(name).is_none()));
     }
     let wanted = split_of(split).unwrap_or(split);
     let own: Vec<&PathBuf> =
@@ -325,7 +337,8 @@ pub fn media_folder(folder: &Path, split: &str) -> Result<Option<Vec<PathBuf>>, 
     }
     let inside = |path: &&PathBuf| own.iter().any(|own| path.starts_with(own));
     let metadata: Vec<PathBuf> = found.metadata.iter().filter(inside).cloned().collect();
-    Ok(Some(if metadata.is_empty() { own.into_iter().cloned().collect() } else { metadata }))
+    let files = if metadata.is_empty() { own.into_iter().cloned().collect() } else { metadata };
+    Ok(Some(MediaFolder { files, left_out: left_out.into_iter().collect() }))
 }
 
 /// Returns the split that the name of a folder stands for.

@@ -54,7 +54,7 @@ fn folders_have_the_rows_of_datasets() {
         }
         let splits = own["splits"].as_object().unwrap();
         for (split, expected) in splits {
-            let files = media_folder(&root, split).unwrap().unwrap();
+            let files = media_folder(&root, split).unwrap().unwrap().files;
             let specs: Vec<DatasetSpec> = files.iter().map(DatasetSpec::file).collect();
             let rows = Dataset::open(&specs, &options()).unwrap();
             let mut found: Vec<Value> = Vec::new();
@@ -141,6 +141,22 @@ fn folders_that_are_not_searched_are_errors() {
             refused(&|folder| fs::write(folder.join(std::ffi::OsStr::from_bytes(b"\xff.jpg")), "x").unwrap());
         assert!(error.contains("its name is no UTF-8"), "{error}");
     }
+}
+
+/// A class that is named as a split makes the other classes none of the rows.
+#[test]
+fn folders_beside_those_of_splits_are_named() {
+    let left_out = |paths: &[&str]| {
+        let folder = tempfile::tempdir().unwrap();
+        paths.iter().for_each(|path| write(folder.path(), path, b"x"));
+        media_folder(folder.path(), "train").unwrap().unwrap().left_out
+    };
+    assert_eq!(
+        left_out(&["cat/1.jpg", "train/1.jpg", "dog/1.jpg", "0.jpg", "notes/a.txt"]),
+        ["0.jpg", "cat", "dog"]
+    );
+    assert_eq!(left_out(&["train/cat/1.jpg", "test/cat/1.jpg"]), [""; 0]);
+    assert_eq!(left_out(&["cat/1.jpg", "dog/1.jpg"]), [""; 0]);
 }
 
 #[test]

@@ -1,19 +1,11 @@
 //! Writes the talking clips: `cargo run -p omnigrpo-demo --example talking_clips -- DIR [SEED [SFT TRAIN EVAL]]`.
 
-use std::path::Path;
+mod arguments;
 
-use omnigrpo_demo::talking::{TalkingSizes, generate_talking};
+use omnigrpo_demo::Sizes;
+use omnigrpo_demo::talking::generate_talking;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let mut args = std::env::args().skip(1);
-    let dir = args.next().ok_or("expected a directory to write to")?;
-    let seed = args.next().map_or(Ok(1), |text| text.parse())?;
-    let numbers = args.map(|text| text.parse()).collect::<Result<Vec<usize>, _>>()?;
-    let sizes = match numbers[..] {
-        [] => TalkingSizes::default(),
-        [sft, train, eval] => TalkingSizes { sft, train, eval },
-        _ => return Err("expected three sizes: rows for sft, train and eval".into()),
-    };
-    generate_talking(Path::new(&dir), seed, sizes)?;
-    Ok(())
+    let (dir, seed, sizes) = arguments::read(Sizes::TALKING)?;
+    Ok(generate_talking(&dir, seed, sizes)?)
 }

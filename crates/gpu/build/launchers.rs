@@ -11,6 +11,9 @@
 //! | `u64`, `float` | `u64`, `f32` |
 //! | a structure | a structure with these fields; a field `none` fills a gap |
 //!
+//! A `STEP_KERNEL` may start while the kernels before it run ([`Kernel::starts_early`]). Without a call of `wait_previous`, in it or
+//! in a function of its file that it calls, it is refused.
+//!
 //! Kernels `name_1`, `name_2`, … with the same parameters share the function `name`, which takes the number first. `NAME` lists
 //! the numbers.
 
@@ -32,6 +35,8 @@ struct Kernel {
     /// Lines of the comment above the kernel.
     comment: Vec<String>,
     parameters: Vec<Named>,
+    /// True if the kernel may start while the kernels before it run.
+    early: bool,
 }
 
 /// Returns Rust source with a module of launchers for each file in `folder`.
@@ -147,21 +152,62 @@ fn call<'a>(text: &'a str, name: &str) -> Option<(&'a str, Vec<String>, &'a str)
     None
 }
 
+/// Names of the macros that declare a kernel. True marks those of decoding steps.
+const MACROS: [(&str, bool); 4] =
+    [("KERNEL", false), ("KERNEL_OF", false), ("STEP_KERNEL", true), ("STEP_KERNEL_OF", true)];
+
+/// Returns the text between the first brace and the one that closes it.
+fn body(text: &str) -> Option<&str> {
+    let start = text.find('{')?;
+    let mut depth = 0;
+    for (at, c) in text[start..].char_indices() {
+        depth += i32::from(c == '{') - i32::from(c == '}');
+        if depth == 0 {
+            return Some(&text[start..start + at]);
+        }
+    }
+    None
+}
+
+/// Returns true if the body of a function calls `wait_previous`, or a function of the file that does.
+fn waits(body_of: &str, text: &str) -> bool {
+    let code: String = body_of.lines().filter_map(|line| line.split("//").next()).collect();
+    let all = tokens(&code);
+    let calls = |name: &str| all.contains(&name);
+    let mut functions = text.match_indices("DEVICE void ").filter_map(|(at, head)| {
+        let rest = &text[at + head.len()..];
+        Some((rest.split_once('(')?.0, body(rest)?))
+    });
+    // A function is defined before those that call it.
+    calls("wait_previous")
+        || functions.any(|(name, own)| calls(name) && own.len() != body_of.len() && waits(own, text))
+}
+
 fn kernels(text: &str) -> Result<Vec<Kernel>> {
     let (mut found, mut comment) = (Vec::new(), Vec::new());
     for line in text.lines() {
         let mut rest = line;
         loop {
-            let found_both = [call(rest, "KERNEL"), call(rest, "KERNEL_OF")];
-            let first = found_both.into_iter().flatten().min_by_key(|(before, ..)| before.len());
-            let Some((_, arguments, after)) = first else { break };
+            let declared_by = |(name, early)| call(rest, name).map(|found| (early, found));
+            let first =
+                MACROS.into_iter().filter_map(declared_by).min_by_key(|(_, (before, ..))| before.len());
+            let Some((early, (_, arguments, after))) = first else { break };
             let [.., name, parameters] = &arguments[..] else { return Err(format!("no kernel in: {line}")) };
             let parameters = parameters.trim_matches(['(', ')']).split(',');
             let parameters = parameters.map(|text| declared(text, "")).collect::<Result<_>>()?;
-            found.push(Kernel { name: name.clone(), comment: std::mem::take(&mut comment), parameters });
+            let at = after.as_ptr() as usize - text.as_ptr() as usize;
+            if early && !body(&text[at..]).is_some_and(|body| waits(body, text)) {
+                return Err(format!("the kernel {name} starts early, but does not call wait_previous()"));
+            }
+            found.push(Kernel {
+                name: name.clone(),
+                comment: std::mem::take(&mut comment),
+                parameters,
+                early,
+            });
             rest = after;
         }
-        if rest.trim_start().starts_with("KERNEL") {
+        if MACROS.iter().any(|(name, _)| rest.trim_start().starts_with(name)) {
             return Err(format!("a kernel's parameters end in another line: {line}"));
         }
         match line.strip_prefix("/// ") {
@@ -267,7 +313,7 @@ fn launcher(
     numbers: &[String],
     structures: &Structures,
 ) -> Result<()> {
-    let Kernel { name, comment, parameters } = kernel;
+    let Kernel { name, comment, parameters, early } = kernel;
     let (mut takes, mut gives) = (String::new(), String::new());
     for (kind, parameter) in parameters {
         let (rust, argument) = match kind.as_str() {
@@ -308,7 +354,7 @@ fn launcher(
     }
     let _ = writeln!(
         out,
-        "    pub fn {name}<'a>({takes}) -> Kernel<'a> {{\n        Kernel::new({full}, vec![{gives}])\n    }}"
+        "    pub fn {name}<'a>({takes}) -> Kernel<'a> {{\n        Kernel::new({full}, {early}, vec![{gives}])\n    }}"
     );
     Ok(())
 }

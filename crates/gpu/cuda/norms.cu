@@ -3,7 +3,8 @@
 #include "prim.cuh"
 
 /// Computes `y = x · rstd · weight`.
-KERNEL_OF(256, 4, rms, (Array y, float* rstd, Array x, Array weight, int dim, float eps)) {
+STEP_KERNEL_OF(256, 4, rms, (Array y, float* rstd, Array x, Array weight, int dim, float eps)) {
+    start_next(), wait_previous();
     SHARED(float, red, 32);
     i64 at = (i64)blockIdx.x * dim;
     float squares = 0;
@@ -11,7 +12,7 @@ KERNEL_OF(256, 4, rms, (Array y, float* rstd, Array x, Array weight, int dim, fl
         Four v = load4(x, at + j, at + dim);
         for (int e = 0; e < 4; e++) squares += v.x[e] * v.x[e];
     }
-    float r = 1 / sqrt_(block_sum(squares, red) / dim + eps);
+    float r = rms_factor(block_sum(squares, red), dim, eps);
     if (threadIdx.x == 0) rstd[blockIdx.x] = r;
     for (int j = threadIdx.x * 4; j < dim; j += blockDim.x * 4) {
         Four v = load4(x, at + j, at + dim), w = load4(weight, j, dim);
@@ -21,7 +22,8 @@ KERNEL_OF(256, 4, rms, (Array y, float* rstd, Array x, Array weight, int dim, fl
 }
 /// Computes `y = (x − mean) · rstd · weight + bias`. `stats` has all means, followed by all reciprocal standard
 /// deviations.
-KERNEL_OF(256, 4, layer, (Array y, float* stats, Array x, Array weight, Array bias, int dim, float eps)) {
+STEP_KERNEL_OF(256, 4, layer, (Array y, float* stats, Array x, Array weight, Array bias, int dim, float eps)) {
+    start_next(), wait_previous();
     SHARED(float, red, 32);
     i64 at = (i64)blockIdx.x * dim;
     float sum = 0, squares = 0;

@@ -136,10 +136,11 @@ KERNEL_OF(128, 4, backward_kv, (Gradients to, Array dout, const float* lse, cons
 /// this one, and its first page in `pages` (each `[layer, PAGE rows, keys | values]`). A padding row has no tokens, and
 /// its result is never read.
 struct Decode { char* prompt; int prompt_rows, length, page, none; };
-constexpr int SPLIT = 256, PAGE = 64;
+constexpr int SPLIT = 128, PAGE = 64;
 
 /// Writes the keys and values of each row behind those of its earlier tokens.
-KERNEL(append, (const Decode* rows, char* const* pages, int cache_bf16, Array qkv, int stride, int width, int layer)) {
+STEP_KERNEL(append, (const Decode* rows, char* const* pages, int cache_bf16, Array qkv, int stride, int width, int layer)) {
+    start_next(), wait_previous();
     Decode it = rows[blockIdx.x];
     int own = it.length - 1;
     if (own < 0) return;
@@ -152,7 +153,8 @@ KERNEL(append, (const Decode* rows, char* const* pages, int cache_bf16, Array qk
 /// `{top, sum}` of the online softmax and sums of values, `[row, head, part, 2 + d]`. The first `prompt_parts` of all
 /// `parts` belong to the prompt. The division into parts depends only on positions in the prompt or the completion, so
 /// the bits of a row do not depend on other rows.
-KERNEL_OF(128, 4, decode, (float* partial, Array q, const Decode* rows, char* const* pages, int cache_bf16, int layer, int prompt_parts, int parts, int heads, int group, int stride, int d, float scale)) {
+STEP_KERNEL_OF(128, 4, decode, (float* partial, Array q, const Decode* rows, char* const* pages, int cache_bf16, int layer, int prompt_parts, int parts, int heads, int group, int stride, int d, float scale)) {
+    start_next(), wait_previous();
     SHARED(float, p, THREADS);
     SHARED(float, red, 32);
     Decode it = rows[blockIdx.x];
@@ -174,7 +176,8 @@ KERNEL_OF(128, 4, decode, (float* partial, Array q, const Decode* rows, char* co
         if (int j = threadIdx.x + c * THREADS; j < d) to[2 + j] = s.acc[c];
 }
 /// Joins the parts in order. Empty parts have a `top` of −∞ and a sum of 0; in a part of NaN, the sum is NaN.
-KERNEL(decode_join, (Array out, const float* partial, i64 count, int parts, int d)) {
+STEP_KERNEL(decode_join, (Array out, const float* partial, i64 count, int parts, int d)) {
+    start_next(), wait_previous();
     i64 i = thread_index();
     if (i >= count * d) return;
     const float* from = partial + i / d * parts * (2 + d);

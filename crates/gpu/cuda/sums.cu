@@ -46,7 +46,8 @@ KERNEL_OF(256, 4, dots, (double* partial, Array a, Array b, i64 n, i64 per_block
 }
 /// Computes rows as weighted sums of rows. Sets row `targets[r]` (or `r`) of `y` to `Σ weights[i] · x[rows[i]]` over
 /// `offsets[r]..offsets[r + 1]`, in that order, or adds the sum to it. One block per row.
-KERNEL(mix_rows, (Array y, Array x, const u32* targets, const u32* offsets, const u32* rows, const float* weights, int cols, int adds)) {
+STEP_KERNEL(mix_rows, (Array y, Array x, const u32* targets, const u32* offsets, const u32* rows, const float* weights, int cols, int adds)) {
+    start_next(), wait_previous();
     i64 at = (i64)(targets ? targets[blockIdx.x] : blockIdx.x) * cols;
     u32 begin = offsets[blockIdx.x], end = offsets[blockIdx.x + 1];
     for (int j = threadIdx.x * 4; j < cols; j += blockDim.x * 4) {

@@ -9,6 +9,7 @@ thread_local Fiber* self;
 Kernel* kernels;
 const Observer* observer;
 static thread_local uint64_t most_blocks = ~uint64_t(0);
+static thread_local bool early;
 static constexpr size_t STACK = 128 << 10;
 
 extern "C" void emu_switch(void** save, void* load);
@@ -40,6 +41,7 @@ static void* first_frame(char* top, void (*entry)()) {
 static void leave() { emu_switch(&self->sp, block->home); }
 static void start() {
     block->body(block->args);
+    if (early && !self->waited) fail("a kernel that starts early has ended without waiting for those before it");
     self->state = Fiber::done;
     leave();
     abort();
@@ -232,7 +234,7 @@ extern "C" const char* emulated_launch(const char* file, const char* name, const
         if (k->sizes != std::vector<size_t>(sizes, sizes + count)) return "its arguments differ in number or size from those it was given";
         if (!threads || !grid[0] || !grid[1] || !grid[2]) return "a launch without threads or blocks, which a GPU refuses";
         if (threads > k->max_threads) return "more threads than its bounds allow";
-        if (emu::observer) emu::observer->launch_begins();
+        if (emu::observer) emu::observer->launch_begins(emu::early);
         const char* failure = emu::launch(*k, {grid[0], grid[1], grid[2]}, threads, shared, args, seed);
         if (emu::observer) emu::observer->launch_ends();
         return failure;
@@ -241,6 +243,8 @@ extern "C" const char* emulated_launch(const char* file, const char* name, const
 }
 /// From now on, launches of this thread that have more blocks run only the first and the last of each dimension.
 extern "C" void emulated_sample(uint64_t most_blocks) { emu::most_blocks = most_blocks; }
+/// The next launches of this thread start early, or no longer do: kernels before them may still run on a GPU.
+extern "C" void emulated_early(bool early) { emu::early = early; }
 /// Computes `c [m, n] = a [m, k] · b [k, n] (+ plus [m, n])` with f32 sums over k in order. On a GPU, cuBLASLt computes this
 /// product. Returns null, or an error.
 extern "C" const char* emulated_product(int64_t m, int64_t n, int64_t k, const emu::Operand* a, const emu::Operand* b, char* c, int64_t ldc, int bf16_out, const char* plus) {

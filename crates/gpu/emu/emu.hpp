@@ -22,6 +22,7 @@ struct Fiber {
     void* sp = nullptr;
     Dim tid;
     unsigned lane = 0, warp = 0, parity = 0;
+    bool waited = false;  // for the kernels before
     enum { ready, at_block, at_warp, done } state = ready;
     std::vector<std::vector<Copy>> groups;  // of asynchronous copies, oldest first
     std::vector<Copy> open;
@@ -90,7 +91,8 @@ struct Kernel {
 extern Kernel* kernels;
 /// Functions of a library that checks more than the emulator does (tools/gpu/ptx).
 struct Observer {
-    void (*launch_begins)();
+    /// `early` is true if kernels before this one may still run.
+    void (*launch_begins)(bool early);
     void (*launch_ends)();
     void (*block_begins)();
     /// Takes note of a row of a matrix that a product reads or writes. Returns null, or an error.
@@ -119,6 +121,8 @@ struct Register {
     static void name params; \
     static emu::Register name##_entry(KERNEL_FILE, #name, emu::Entry<name>::run, emu::Entry<name>::sizes(), threads); \
     static void name params
+#define STEP_KERNEL(name, params) KERNEL(name, params)
+#define STEP_KERNEL_OF(threads, blocks, name, params) KERNEL_OF(threads, blocks, name, params)
 #define DEVICE inline
 #define DYNAMIC_SHARED(name) char* name = emu::block->shared
 #define SHARED(type, name, n) \
@@ -131,6 +135,9 @@ struct Register {
 #define UNROLL
 
 inline void sync_block() { emu::wait_block(); }
+// Kernels run one after the other, so there is nothing to wait for. A launch that starts early fails if a thread does not wait.
+inline void start_next() {}
+inline void wait_previous() { emu::self->waited = true; }
 template <class T> inline T shuffle_xor(T x, int mask) {
     return emu::of_lane<T>(emu::exchange(x), emu::self->lane ^ unsigned(mask));
 }

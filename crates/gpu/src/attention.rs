@@ -5,7 +5,7 @@ use std::sync::Arc;
 use omnigrpo_kernels::attention::AttentionLayout;
 
 use crate::device::{Array, Dtype, Gpu, Pack};
-use crate::launchers::{Gradients, Shape, attention as kernels, plain_attention as plain};
+use crate::launchers::{self, Element, Gradients, Shape, attention as kernels, plain_attention as plain};
 
 /// Numbers of heads in packed rows `[q heads | k heads | v heads]`. Each head has `d` columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -312,7 +312,17 @@ impl Decoding {
 }
 
 /// Number of keys in one part of the sum of a decoding row.
-const SPLIT: usize = 256;
+const SPLIT: usize = 128;
+
+/// Norms and rotation of the queries and keys of packed rows, before attention. The bits are those of [`Gpu::rms`] and [`Gpu::rotate`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Turn<'a> {
+    /// Cosines and sines `[rows, half]` in f32. They rotate the first `2 · half` columns of each head.
+    pub waves: Option<[&'a Array; 2]>,
+    /// Weights `[d]` of the RMS norms of each query head and each key head, the constant that is added to the mean square, and
+    /// one that is added to the weights.
+    pub norms: Option<([&'a Array; 2], [f32; 2])>,
+}
 
 /// Returns the number of f32 values that attention over a cache needs besides its result, for rows that see a prompt and a
 /// completion of these lengths.
@@ -341,12 +351,12 @@ impl Gpu {
         if let Some(width) = heads.tensor_cores(qkv.dtype()) {
             // The queries of a tile, and two stages of keys and values.
             let shared = |queries| (queries + 4 * ROWS) * (width + 8) * 2;
-            let (wide, driver) = (&pattern.by_query_wide, self.driver());
+            let (wide, limits) = (&pattern.by_query_wide, self.limits());
             // A wide tile takes about 1.5 times as long as a tile. So it is not used for ranges of few rows, nor if there were fewer
             // than one and a half rounds of blocks: a multiprocessor has two at a time.
             let saves =
-                3 * wide.len <= 2 * pattern.by_query.len && q * wide.len >= 3 * driver.multiprocessors();
-            if saves && shared(WIDE * ROWS) <= driver.most_shared() {
+                3 * wide.len <= 2 * pattern.by_query.len && q * wide.len >= 3 * limits.multiprocessors;
+            if saves && limits.has_room(shared(WIDE * ROWS), shared(ROWS)) {
                 let Tiles { tiles, items, len } = wide;
                 let kernel = kernels::forward_wide(d, &out, &lse, a, b, c, tiles, items, shape);
                 self.launch(kernel, [q, *len, 1], 128, shared(WIDE * ROWS));
@@ -400,8 +410,8 @@ impl Gpu {
             let line = (padded + 8) * 2;
             // Rows of queries and of gradients, and two stages of keys and values.
             let shared = |keys| (2 * ROWS + 4 * keys) * line;
-            let fits = shared(ROWS) <= self.driver().most_shared();
-            let (kernel, keys) = match fits {
+            let small = kernels::BACKWARD_Q_NARROW.contains(&d);
+            let (kernel, keys) = match !small || self.limits().has_room(shared(ROWS), shared(ROWS / 2)) {
                 true => {
                     (kernels::backward_q(d, &dqkv, dout, lse, &delta, a, b, c, tiles, items, shape), ROWS)
                 }
@@ -430,9 +440,21 @@ impl Gpu {
         dqkv
     }
 
+    /// Returns true if [`Self::attend_cached`] can turn queries and keys of this dtype.
+    pub fn turns_cached(dtype: Dtype, heads: Heads) -> bool {
+        heads.tensor_cores(dtype).is_some()
+    }
+
     /// Appends the keys and values of each packed row to the last page of its completion. Returns the row's attention over prompt
-    /// and completion. The bits of a row do not depend on other rows.
-    pub fn attend_cached(&self, qkv: &Array, decoding: &Decoding, layer: usize, heads: Heads) -> Array {
+    /// and completion. The bits of a row do not depend on other rows. `turn` has no effect without [`Self::turns_cached`].
+    pub fn attend_cached(
+        &self,
+        qkv: &Array,
+        decoding: &Decoding,
+        layer: usize,
+        heads: Heads,
+        turn: Turn,
+    ) -> Array {
         let Heads { q, kv, d } = heads;
         let DecodingSize { rows, tiles, parts: [prompt_parts, own_parts], heads: blocks } = decoding.size;
         let parts = prompt_parts + own_parts;
@@ -443,7 +465,13 @@ impl Gpu {
         // query heads of a key head.
         if let Some(padded) = heads.tensor_cores(qkv.dtype()) {
             let (shape, line) = (heads.shape(), (padded + 8) * 2);
-            let kernel = kernels::decode_prompt(d, &partial, qkv, table, pairs, layer, parts, shape);
+            let half = turn.waves.map_or(0, |[cosines, _]| cosines.len() / rows.max(1));
+            let [cosines, sines] = turn.waves.map_or_else(Default::default, |waves| waves.map(Element::from));
+            let [eps, shift] = turn.norms.map_or([0.0; 2], |(_, constants)| constants);
+            let [q_norm, k_norm] = [0, 1].map(|i| turn.norms.map(|(weights, _)| weights[i]));
+            let turn = launchers::Turn { cosines, sines, half, eps, shift };
+            let kernel =
+                kernels::decode_prompt(d, &partial, qkv, table, pairs, layer, parts, shape, turn, q_norm);
             self.launch(kernel, [tiles, kv, prompt_parts], 128, 5 * ROWS * line);
             let kernel = kernels::decode(
                 d,
@@ -457,6 +485,9 @@ impl Gpu {
                 prompt_parts,
                 parts,
                 shape,
+                turn,
+                q_norm,
+                k_norm,
             );
             self.launch(kernel, [rows, blocks, own_parts], 128, (JOINED_HEADS + 4 * PAGE) * line);
             return out;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use half::bf16;
 use omnigrpo_kernels::attention::{AttentionLayout, Qkv, Shape};
 use omnigrpo_kernels::experts::Groups;
+use omnigrpo_kernels::recurrent::{DeltaShape, Segments};
 use omnigrpo_kernels::{Mat, logprob, twin};
 
 use crate::attention::{Heads, Pattern};
@@ -17,6 +18,7 @@ use crate::error::Error;
 use crate::head::{Head, Marks};
 use crate::linear::{Affine, Onto, Weight};
 use crate::product::{Factor, Product};
+use crate::recurrent::Sequences;
 use crate::sample::{Row, Sampling};
 use crate::sources::FILES;
 
@@ -154,11 +156,13 @@ impl Gpu {
             "attention" => self.attention_check(Dtype::Bf16, 64, 5e-3),
             "plain_attention" => self.attention_check(Dtype::F32, 20, 1e-5),
             "conv" => self.conv_check(),
+            "delta" => self.delta_check(),
             "elementwise" => self.elementwise_check(),
             "experts" => self.experts_check(),
             "head" => self.head_check(),
             "linear" => self.linear_check(),
             "norms" => self.norms_check(),
+            "recurrent" => self.recurrent_check(),
             "sample" => self.sample_check(),
             "sums" => self.sums_check(),
             _ => Err("this check has no case for the file".into()),
@@ -171,6 +175,25 @@ impl Gpu {
         let (x, w) = (noise(12 * c, 1), noise(9 * c, 2));
         let y = self.depthwise(&self.upload(&x), &self.upload(&w), side, false);
         near(&y.to_vec(), &twin::depthwise3_forward(Mat::new(&wide(&x), 12, c), &wide(&w), side), 2e-6)
+    }
+
+    fn delta_check(&self) -> Compared {
+        let (rows, shape) = (70, DeltaShape { key_heads: 1, value_heads: 1, key_dim: 20, value_dim: 12 });
+        let qkv = self.cast(&self.upload(&noise(rows * shape.packed_width(), 1)), Dtype::Bf16);
+        let gates: Vec<f32> = noise(rows * 2, 2).iter().map(|x| -0.1 * x.abs()).collect();
+        let segments = Segments::one(rows);
+        let [out, _] = self.delta(&qkv, &self.upload(&gates), &Sequences::new(self, &segments), shape);
+        let (qkv, gates) = (wide(&qkv.to_vec()), wide(&gates));
+        let (qkv, gates) = (Mat::new(&qkv, rows, shape.packed_width()), Mat::new(&gates, rows, 2));
+        near(&out.to_vec(), &twin::delta_forward(qkv, gates, &segments, shape), 1e-4)
+    }
+
+    fn recurrent_check(&self) -> Compared {
+        let (rows, c, taps) = (9, 37, 4);
+        let (x, w, segments) = (noise(rows * c, 1), noise(c * taps, 2), Segments::one(rows));
+        let y = self.causal(&self.upload(&x), &self.upload(&w), &Sequences::new(self, &segments));
+        let want = twin::causal_forward(Mat::new(&wide(&x), rows, c), &wide(&w), &segments);
+        near(&y.to_vec(), &want, 2e-6)
     }
 
     fn elementwise_check(&self) -> Compared {

@@ -40,6 +40,16 @@ impl Unfolding {
         }
     }
 
+    /// Returns the input row under each tap of each output row.
+    pub(crate) fn sources(&self) -> &Array {
+        &self.sources
+    }
+
+    /// Returns, for each input row, the places that read it: their bounds, then the places.
+    pub(crate) fn readers(&self) -> [&Array; 2] {
+        [&self.offsets, &self.entries]
+    }
+
     /// Returns the number of output rows.
     pub fn rows(&self) -> usize {
         self.sources.len() / self.taps.max(1)

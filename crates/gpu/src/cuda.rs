@@ -12,7 +12,7 @@ use cudarc::driver::{result, sys};
 
 use crate::blas::Blas;
 use crate::checkup::Finding;
-use crate::driver::{Driver, LOGITS, Queue};
+use crate::driver::{Driver, LOGITS, Limits, Queue};
 use crate::error::{Error, Result};
 use crate::launchers::{Args, Launch};
 use crate::libraries::OLDEST;
@@ -24,14 +24,16 @@ use crate::transfers::PIECE;
 
 /// Oldest supported driver.
 const OLDEST_DRIVER: i32 = 1000 * OLDEST;
+/// First driver whose graphs have kernels that start early, and first architecture whose kernels can wait.
+const EARLY: [i32; 2] = [12_030, 90];
 /// Number of launches whose names an error lists.
 const REMEMBERED: usize = 16;
 
 pub(crate) struct Cuda {
     name: String,
-    /// Bytes of shared memory that a block can have.
-    most_shared: usize,
-    multiprocessors: usize,
+    limits: Limits,
+    /// True if kernels of recorded graphs may start while the kernels before them run.
+    starts_early: bool,
     /// Address on the PCI bus.
     bus: String,
     context: sys::CUcontext,
@@ -150,6 +152,12 @@ impl Survey {
     }
 }
 
+/// Returns the number of an architecture such as `sm_90a` or `compute_90`.
+fn number_of(arch: &str) -> i32 {
+    let digits: String = arch.chars().filter(char::is_ascii_digit).collect();
+    digits.parse().unwrap_or(0)
+}
+
 /// Returns true for an error of a kernel, which the driver reports at a later call.
 fn is_fault(error: &result::DriverError) -> bool {
     use sys::CUresult;
@@ -198,12 +206,16 @@ impl Cuda {
                 (&raw mut keep).cast(),
             )
             .map_err(said("cuMemPoolSetAttribute"))?;
-            let most_shared = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
-            let most_shared =
-                result::device::get_attribute(device, most_shared).map_err(said("cuDeviceGetAttribute"))?;
-            let multiprocessors = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
-            let multiprocessors = result::device::get_attribute(device, multiprocessors)
-                .map_err(said("cuDeviceGetAttribute"))?;
+            use sys::CUdevice_attribute as Attribute;
+            let number = |which| {
+                let number = result::device::get_attribute(device, which);
+                number.map(|number| number as usize).map_err(said("cuDeviceGetAttribute"))
+            };
+            let limits = Limits {
+                multiprocessors: number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+                block: number(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+                all: number(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)?,
+            };
             let make = || result::stream::create(result::stream::StreamKind::NonBlocking);
             let [stream, copies] = [make(), make()].map(|stream| stream.map_err(said("cuStreamCreate")));
             let (stream, copies) = (stream?, copies?);
@@ -216,8 +228,8 @@ impl Cuda {
             let bus = bus.iter().take_while(|&&byte| byte != 0).map(|&byte| char::from(byte)).collect();
             Ok(Self {
                 name,
-                most_shared: most_shared as usize,
-                multiprocessors: multiprocessors as usize,
+                limits,
+                starts_early: survey.supports >= EARLY[0] && number_of(&arch) >= EARLY[1],
                 bus,
                 context,
                 stream,
@@ -340,12 +352,8 @@ impl Driver for Cuda {
         self.name.clone()
     }
 
-    fn most_shared(&self) -> usize {
-        self.most_shared
-    }
-
-    fn multiprocessors(&self) -> usize {
-        self.multiprocessors
+    fn limits(&self) -> Limits {
+        self.limits
     }
 
     fn logits(&self) -> [usize; 2] {
@@ -539,21 +547,33 @@ impl Driver for Cuda {
         self.enter()?;
         let function = self.function(launch)?;
         self.remember(launch.kernel);
-        let fail = self.refused("cuLaunchKernel", launch);
+        let fail = self.refused("cuLaunchKernelEx", launch);
+        // Kernels for older architectures have no instruction that waits.
+        let mut early = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
         let [x, y, z] = launch.grid.map(|n| n as u32);
         // SAFETY: the function belongs to a module that is never unloaded. The tests run the same calls on the emulator, which
         // compares the arguments with the kernel's parameters.
         unsafe {
             let mut pointers: Vec<*mut c_void> = args.pointers();
-            result::launch_kernel(
-                function,
-                (x, y, z),
-                (launch.threads, 1, 1),
-                launch.shared as u32,
-                self.stream,
-                &mut pointers,
-            )
-            .map_err(fail)
+            let config = sys::CUlaunchConfig {
+                gridDimX: x,
+                gridDimY: y,
+                gridDimZ: z,
+                blockDimX: launch.threads,
+                blockDimY: 1,
+                blockDimZ: 1,
+                sharedMemBytes: launch.shared as u32,
+                hStream: self.stream,
+                attrs: &raw mut early,
+                numAttrs: u32::from(launch.early && self.starts_early),
+            };
+            sys::cuLaunchKernelEx(&raw const config, function, pointers.as_mut_ptr(), std::ptr::null_mut())
+                .result()
+                .map_err(fail)
         }
     }
 

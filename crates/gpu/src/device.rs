@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockRea
 use half::bf16;
 
 use crate::cuda::Cuda;
-use crate::driver::Driver;
+use crate::driver::{Driver, Limits};
 #[cfg(feature = "emulator")]
 use crate::emulated::Emulated;
 use crate::error::{Error, Result};
@@ -46,6 +46,7 @@ struct Inner {
     /// Lock that gives a thread exclusive use of the device. All other threads acquire it in shared mode for each driver call.
     door: RwLock<()>,
     scope: Mutex<Option<Scope>>,
+    limits: Mutex<Limits>,
     /// Address of [`COUNTERS`] counters of blocks, allocated at first use.
     counters: OnceLock<u64>,
 }
@@ -98,6 +99,7 @@ impl Gpu {
 
     fn over(driver: impl Driver + 'static) -> Self {
         Self(Arc::new(Inner {
+            limits: Mutex::new(driver.limits()),
             driver: Box::new(driver),
             failure: Mutex::default(),
             door: RwLock::default(),
@@ -158,12 +160,24 @@ impl Gpu {
         }
     }
 
-    /// Makes the emulator choose kernels as for a card with this many multiprocessors and bytes of shared memory of a block.
+    /// Chooses kernels as on a card with `[multiprocessors, bytes of shared memory of a block, bytes of a multiprocessor]`, or as on
+    /// this one. A GPU refuses a block with more than it has.
     #[cfg(feature = "emulator")]
-    pub fn emulate_card(&self, multiprocessors: usize, most_shared: usize) {
-        if let Some(emulated) = self.driver().emulated() {
-            emulated.emulate_card([multiprocessors, most_shared]);
-        }
+    pub fn choose_as_on(&self, card: Option<[usize; 3]>) {
+        let limits = card.map(|[multiprocessors, block, all]| Limits { multiprocessors, block, all });
+        *self.0.limits.lock().unwrap_or_else(PoisonError::into_inner) =
+            limits.unwrap_or_else(|| self.driver().limits());
+    }
+
+    /// Returns the number of kernels that the emulator ran as those that start before the ones before them have ended.
+    #[cfg(feature = "emulator")]
+    pub fn early_launches(&self) -> Option<u64> {
+        self.driver().emulated().map(Emulated::early_launches)
+    }
+
+    /// Returns the limits by which kernels are chosen.
+    pub(crate) fn limits(&self) -> Limits {
+        *self.0.limits.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Rounds `rows` up to one of a few batch sizes, so that one graph serves many batches. Kernels for few rows process at least
@@ -266,6 +280,7 @@ impl Gpu {
         if bytes == 0 || self.failed() {
             return;
         }
+        self.follows(false);
         let _entered = self.enter();
         self.note(self.driver().clear(at, bytes));
     }
@@ -333,12 +348,14 @@ impl Gpu {
         if self.failed() || grid.contains(&0) {
             return;
         }
+        let early = kernel.starts_early();
         let (name, args) = kernel.into_parts();
         if let Err(what) = self.check_launch(grid, shared, &args) {
             self.note::<()>(Err(Error::Launch { kernel: name.into(), what }));
             return;
         }
-        let launch = Launch { kernel: name, grid, threads: threads as u32, shared };
+        let early = self.follows(true) && early;
+        let launch = Launch { kernel: name, grid, threads: threads as u32, shared, early };
         let _entered = self.enter();
         self.note(self.driver().launch(launch, &mut Args::new(&args)));
     }
@@ -349,7 +366,7 @@ impl Gpu {
         shared: usize,
         args: &[Arg],
     ) -> std::result::Result<(), String> {
-        let most_shared = self.driver().most_shared();
+        let most_shared = self.limits().block;
         if x > i32::MAX as usize || y > 65_535 || z > 65_535 || shared > most_shared {
             return Err(format!(
                 "expected at most 2147483647×65535×65535 blocks with {most_shared} bytes of shared memory on {}, got \
@@ -400,6 +417,7 @@ impl Gpu {
         if product.a.dtype == Dtype::F32 && product.c_dtype == Dtype::Bf16 {
             return self.rounded_product(product);
         }
+        self.follows(false);
         let _entered = self.enter();
         self.note(self.driver().product(product));
     }
@@ -548,7 +566,7 @@ mod tests {
     fn a_launch_that_needs_too_much_shared_memory_is_refused() {
         let refused = |shared| {
             let gpu = Gpu::emulated(0);
-            gpu.launch(Kernel::new("linear/few_rows_1", Vec::new()), [1; 3], 32, shared);
+            gpu.launch(Kernel::new("linear/few_rows_1", false, Vec::new()), [1; 3], 32, shared);
             gpu.check().unwrap_err().to_string()
         };
         let said = refused((99 << 10) + 1);
@@ -576,7 +594,7 @@ mod tests {
         assert_eq!(refused(&swiglu), format!("kernel elementwise/swiglu: {said}"));
         let draw = |gpu: &Gpu, vocab| {
             let args = vec![Sampling { temperature: -1.0, vocab, ..Sampling::default() }.into()];
-            gpu.launch(Kernel::new("sample/draw", args), [1; 3], 32, 0);
+            gpu.launch(Kernel::new("sample/draw", false, args), [1; 3], 32, 0);
         };
         assert_eq!(refused(&|gpu| draw(gpu, cols)), format!("kernel sample/draw: {said}"));
         // The next check is that of the arguments.

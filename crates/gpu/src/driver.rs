@@ -22,6 +22,33 @@ pub(crate) enum Queue {
     Copies,
 }
 
+/// Limits of a card, by which kernels are chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Limits {
+    pub multiprocessors: usize,
+    /// Bytes of shared memory that a block can have.
+    pub block: usize,
+    /// Bytes of shared memory of a multiprocessor.
+    pub all: usize,
+}
+
+impl Limits {
+    /// Bytes of shared memory that a block takes besides its own.
+    const RESERVED: usize = 1 << 10;
+
+    /// Returns the number of blocks with this many bytes of shared memory that a multiprocessor runs at a time.
+    pub(crate) fn blocks(self, shared: usize) -> usize {
+        if shared > self.block { 0 } else { self.all / (shared + Self::RESERVED) }
+    }
+
+    /// Returns true if blocks with `large` bytes of shared memory do not leave a multiprocessor with one block at a time, while two
+    /// with `small` bytes would run.
+    pub(crate) fn has_room(self, large: usize, small: usize) -> bool {
+        let blocks = self.blocks(large);
+        blocks > 0 && blocks >= self.blocks(small).min(2)
+    }
+}
+
 /// The calls that a device needs. Addresses are those of the device. Work of [`Queue::Main`] runs in the order of the calls.
 ///
 /// The defaults are those of a device that finishes its work before a call returns.
@@ -36,11 +63,7 @@ pub(crate) trait Driver: Send + Sync {
     /// Returns the numbers of free and total bytes of memory, or `None` if they are unknown.
     fn memory(&self) -> Option<[usize; 2]>;
 
-    /// Returns the number of bytes of shared memory that a block can have.
-    fn most_shared(&self) -> usize;
-
-    /// Returns the number of multiprocessors.
-    fn multiprocessors(&self) -> usize;
+    fn limits(&self) -> Limits;
 
     /// Returns the number of rows and of elements in a piece of logits.
     fn logits(&self) -> [usize; 2];

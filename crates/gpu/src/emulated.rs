@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::device::Dtype;
-use crate::driver::Driver;
+use crate::driver::{Driver, Limits};
 use crate::error::{Error, Result};
 use crate::launchers::{Args, Launch};
 use crate::product::{Factor, Product};
@@ -37,6 +37,7 @@ type LaunchFn = unsafe extern "C" fn(
 type ProductFn =
     unsafe extern "C" fn(i64, i64, i64, *const Operand, *const Operand, u64, i64, i32, u64) -> *const c_char;
 type SampleFn = unsafe extern "C" fn(u64);
+type EarlyFn = unsafe extern "C" fn(bool);
 type MemoryFn = unsafe extern "C" fn(u64, usize, i32);
 
 unsafe extern "C" {
@@ -63,6 +64,7 @@ unsafe extern "C" {
         plus: u64,
     ) -> *const c_char;
     fn emulated_sample(most_blocks: u64);
+    fn emulated_early(early: bool);
 }
 
 /// Something that happened to memory, reported to a library that checks accesses (tools/gpu/ptx/hazards.cpp has the same numbers).
@@ -80,6 +82,7 @@ pub(crate) struct Emulated {
     memory: usize,
     used: AtomicUsize,
     launches: AtomicU64,
+    early_launches: AtomicU64,
     /// Number of uploads and number of reads.
     traffic: [AtomicU64; 2],
     /// Calls that are recorded instead of executed.
@@ -92,10 +95,9 @@ pub(crate) struct Emulated {
     product: ProductFn,
     memory_event: Option<MemoryFn>,
     sample: SampleFn,
+    early: EarlyFn,
     /// Number of blocks above which a launch runs only the first and the last of each dimension.
     most_blocks: AtomicU64,
-    /// Number of multiprocessors, and bytes of shared memory of a block.
-    card: [AtomicUsize; 2],
     _library: Option<libloading::Library>,
 }
 
@@ -124,16 +126,13 @@ fn room(bytes: usize) -> usize {
 }
 
 impl Emulated {
-    /// Number of multiprocessors of an H100, and bytes of shared memory of a block, the fewest of the GPUs that are supported
-    /// (compute capability 8.6, 8.9 and 12.0).
-    const CARD: [usize; 2] = [132, 99 << 10];
-
     pub(crate) fn linked(schedule: u64, memory: usize) -> Self {
         Self {
             schedule,
             memory,
             used: AtomicUsize::new(0),
             launches: AtomicU64::new(0),
+            early_launches: AtomicU64::new(0),
             traffic: Default::default(),
             recording: Mutex::default(),
             recorded: Mutex::default(),
@@ -142,8 +141,8 @@ impl Emulated {
             product: emulated_product,
             memory_event: None,
             sample: emulated_sample,
+            early: emulated_early,
             most_blocks: AtomicU64::new(u64::MAX),
-            card: Self::CARD.map(AtomicUsize::new),
             _library: None,
         }
     }
@@ -157,8 +156,9 @@ impl Emulated {
             let product = *library.get::<ProductFn>(b"emulated_product\0").map_err(failed)?;
             let memory_event = library.get::<MemoryFn>(b"emulated_memory\0").ok().map(|symbol| *symbol);
             let sample = *library.get::<SampleFn>(b"emulated_sample\0").map_err(failed)?;
+            let early = *library.get::<EarlyFn>(b"emulated_early\0").map_err(failed)?;
             let linked = Self::linked(schedule, usize::MAX);
-            Ok(Self { launch, product, memory_event, sample, _library: Some(library), ..linked })
+            Ok(Self { launch, product, memory_event, sample, early, _library: Some(library), ..linked })
         }
     }
 
@@ -173,10 +173,6 @@ impl Emulated {
         self.most_blocks.store(most_blocks, Ordering::Relaxed);
     }
 
-    pub(crate) fn emulate_card(&self, card: [usize; 2]) {
-        self.card.iter().zip(card).for_each(|(to, from)| to.store(from, Ordering::Relaxed));
-    }
-
     fn samples(&self) -> bool {
         self.most_blocks.load(Ordering::Relaxed) != u64::MAX
     }
@@ -185,6 +181,11 @@ impl Emulated {
     pub(crate) fn traffic(&self) -> [u64; 3] {
         let [uploads, reads] = &self.traffic;
         [uploads, reads, &self.launches].map(|count| count.load(Ordering::Relaxed))
+    }
+
+    /// Returns the number of kernels that may have started before those before them ended.
+    pub(crate) fn early_launches(&self) -> u64 {
+        self.early_launches.load(Ordering::Relaxed)
     }
 
     fn recording(&self) -> MutexGuard<'_, Option<Vec<Call>>> {
@@ -238,8 +239,12 @@ impl Emulated {
         // The order differs from launch to launch; 0 stays 0.
         let count = self.launches.fetch_add(1, Ordering::Relaxed);
         let seed = self.schedule.wrapping_mul(count.wrapping_mul(2).wrapping_add(0x9e37_79b9_7f4a_7c15));
-        // SAFETY: the function only stores the number.
-        unsafe { (self.sample)(self.most_blocks.load(Ordering::Relaxed)) };
+        // SAFETY: the functions only store the number.
+        unsafe {
+            (self.sample)(self.most_blocks.load(Ordering::Relaxed));
+            (self.early)(launch.early);
+        }
+        self.early_launches.fetch_add(u64::from(launch.early), Ordering::Relaxed);
         let pointers = &mut args.pointers();
         // SAFETY: pointers and sizes are those of `args`, and the callee compares the sizes with the kernel's parameters. Kernels
         // access only their arguments, as on a GPU.
@@ -293,12 +298,10 @@ impl Driver for Emulated {
         "emulator".into()
     }
 
-    fn most_shared(&self) -> usize {
-        self.card[1].load(Ordering::Relaxed)
-    }
-
-    fn multiprocessors(&self) -> usize {
-        self.card[0].load(Ordering::Relaxed)
+    // The multiprocessors of an H100, with the least shared memory of the GPUs that are supported (compute capability 8.6, 8.9 and
+    // 12.0).
+    fn limits(&self) -> Limits {
+        Limits { multiprocessors: 132, block: 99 << 10, all: 100 << 10 }
     }
 
     // Pieces are so small that arrays of tests have several, and every row of a batch takes time.

@@ -8,6 +8,9 @@
 //! blocks. Then run the work in [`Gpu::capture`]. All graphs of an arena share its blocks; the GPU replays one graph after the
 //! other.
 //!
+//! Kernels of a decoding step that follow each other in a recording start early on GPUs that can: while the kernels before them run,
+//! and until their text waits for these. Everything that was queued before the graph has ended when its first kernel starts.
+//!
 //! While a device records, other threads wait. Work cannot be recorded if it needs the host in between (reads, uploads), or if it
 //! needs memory that the normal run did not use. [`Gpu::capture`] then returns the reason as an error, and the device stays
 //! usable.
@@ -98,6 +101,8 @@ struct Capture {
     dropped: Vec<(u64, usize)>,
     /// Values that must live as long as the graph.
     kept: Vec<Arc<dyn Any + Send + Sync>>,
+    /// True if the last recorded work is a kernel of this crate.
+    after_kernel: bool,
 }
 
 /// Recorded work. It can be replayed any number of times as long as this value lives.
@@ -199,6 +204,16 @@ impl Gpu {
             None => self.driver_alloc(bytes).inspect(|&at| arena.add(at, bytes)),
         };
         Some((found, arena.0))
+    }
+
+    /// Takes note of work that is queued. Returns true for a kernel that follows another one in a recording of this thread: it may
+    /// start before that one ends.
+    pub(crate) fn follows(&self, kernel: bool) -> bool {
+        let follows = self.in_scope(|scope| {
+            let capture = scope.capture.as_mut()?;
+            Some(std::mem::replace(&mut capture.after_kernel, kernel) && kernel)
+        });
+        follows.flatten() == Some(true)
     }
 
     /// Postpones the freeing of memory if this thread records. Returns true if it was postponed.

@@ -1,7 +1,6 @@
 //! The output head, computed in pieces of the vocabulary. A matrix `[rows, vocabulary]` is never stored.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use crate::device::{Array, Dtype, Gpu};
 use crate::driver::LOGITS;
@@ -25,12 +24,6 @@ impl Marks {
             tokens: gpu.upload_words(tokens),
             bounds: offsets.to_vec(),
         }
-    }
-
-    /// Creates a value without tokens for `rows` rows, from an array of `rows + 1` zeros.
-    pub(crate) fn none(zeros: &Arc<Array>, first: usize, rows: usize) -> Self {
-        let [offsets, tokens] = [rows + 1, 0].map(|len| Array::part(zeros, first, len));
-        Self { offsets, tokens, bounds: vec![0; rows + 1] }
     }
 
     fn rows(&self) -> usize {
@@ -84,22 +77,6 @@ impl Gpu {
             }
             self.finish(&out, &running, marks, &piece);
         }
-        out
-    }
-
-    /// Scores logits that have already been computed.
-    pub(crate) fn score_logits(
-        &self,
-        logits: &Array,
-        vocab: usize,
-        marks: &Marks,
-        temperature: f32,
-    ) -> [Array; 3] {
-        let rows = marks.rows();
-        let out = [marks.tokens.len(), rows, rows].map(|n| self.alloc(n, Dtype::F32));
-        let running = self.alloc(3 * rows, Dtype::F32);
-        self.statistics([&running, &out[0]], logits, [0, vocab], marks, &(0..rows), temperature);
-        self.finish(&out, &running, marks, &(0..rows));
         out
     }
 

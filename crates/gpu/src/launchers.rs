@@ -29,13 +29,19 @@ mod generated {
 pub struct Kernel<'a> {
     /// Name of the kernel, as `file/name`.
     name: &'static str,
+    early: bool,
     args: Vec<Arg>,
     arrays: PhantomData<&'a Array>,
 }
 
 impl Kernel<'_> {
-    pub(crate) fn new(name: &'static str, args: Vec<Arg>) -> Self {
-        Self { name, args, arrays: PhantomData }
+    pub(crate) fn new(name: &'static str, early: bool, args: Vec<Arg>) -> Self {
+        Self { name, early, args, arrays: PhantomData }
+    }
+
+    /// Returns true for a kernel of decoding steps. It may start while the kernels before it run, since it waits for them itself.
+    pub(crate) fn starts_early(&self) -> bool {
+        self.early
     }
 
     pub(crate) fn into_parts(self) -> (&'static str, Vec<Arg>) {
@@ -220,6 +226,8 @@ pub(crate) struct Launch {
     pub threads: u32,
     /// Number of bytes of dynamic shared memory.
     pub shared: usize,
+    /// True if the kernel may start while the kernels before it run.
+    pub early: bool,
 }
 
 impl Launch {

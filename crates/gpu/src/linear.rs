@@ -8,6 +8,7 @@ use half::bf16;
 use omnigrpo_kernels::quant::QuantBits;
 
 use crate::device::{Array, COUNTERS, Dtype, Gpu};
+use crate::driver::Limits;
 use crate::launchers::{self, Element, Layer, linear as kernels};
 use crate::product::{Factor, Product};
 
@@ -106,8 +107,10 @@ impl Factored<'_> {
     }
 }
 
-/// Number of input rows in a block of the kernels for few rows, number of weight rows in a block, and number of stages.
+/// Number of input rows in a block of the kernels for few rows, for all weights and for those without codes on a card with enough
+/// shared memory; number of weight rows in a block, and number of stages.
 const FEW_ROWS: usize = 64;
+const MOST_FEW_ROWS: usize = 2 * FEW_ROWS;
 const WEIGHT_ROWS: usize = 64;
 const STAGES: usize = 4;
 /// Number of columns by which a sum is divided into parts, the same for weights of 4, 8 and 16 bits.
@@ -135,6 +138,15 @@ impl FewRows {
         }
     }
 
+    /// Returns the number of rows that a launch takes. No bit depends on it.
+    fn most_rows(self, weight: Weight, limits: Limits) -> usize {
+        let [_, shared] = self.sizes(MOST_FEW_ROWS);
+        match weight {
+            Weight::Dense(_) if limits.blocks(shared) >= 2 => MOST_FEW_ROWS,
+            _ => FEW_ROWS,
+        }
+    }
+
     /// Returns the number of the kernel for this many rows, and its bytes of shared memory.
     fn sizes(self, rows: usize) -> [usize; 2] {
         let eights = rows.div_ceil(8).next_power_of_two();
@@ -158,12 +170,12 @@ fn parts_of(tiles: usize, k: usize) -> [usize; 2] {
     [pieces.div_ceil(each), each]
 }
 
-/// Returns the number of f32 values that a launch over up to 64 rows and layers with `n` outputs in all needs besides its result.
+/// Returns the number of f32 values that a launch over up to 128 rows and layers with `n` outputs in all needs besides its result.
 pub fn few_rows_scratch(rows: usize, n: usize, k: usize) -> usize {
     let tiles = n.div_ceil(WEIGHT_ROWS);
     match parts_of(tiles, k) {
         [1, _] => 0,
-        [parts, _] => tiles * parts * rows.min(FEW_ROWS) * WEIGHT_ROWS,
+        [parts, _] => tiles * parts * rows.min(MOST_FEW_ROWS) * WEIGHT_ROWS,
     }
 }
 
@@ -267,7 +279,8 @@ impl Gpu {
             let x = self.held(x, kind(&layers[0]).0);
             let t = rows(&x, k, y.len() / width.max(1));
             let fast = on_tensor_cores(x.dtype(), k);
-            let most = if fast { FEW_ROWS } else { 32_768 };
+            let few = FewRows::of(layers[0].weight);
+            let most = if fast { few.most_rows(layers[0].weight, self.limits()) } else { 32_768 };
             for begin in (0..t).step_by(most) {
                 let (rows, at) = ((t - begin).min(most), begin * width + col);
                 let residual = match onto {
@@ -369,8 +382,9 @@ impl Gpu {
             Weight::Codes(Codes { bits: QuantBits::Eight, .. }) => kernels::few_swiglu_of_8_bits,
             Weight::Codes(Codes { bits: QuantBits::Four, .. }) => kernels::few_swiglu_of_4_bits,
         };
-        for begin in (0..t).step_by(FEW_ROWS) {
-            let rows = (t - begin).min(FEW_ROWS);
+        let most = few.most_rows(layers[0].weight, self.limits());
+        for begin in (0..t).step_by(most) {
+            let rows = (t - begin).min(most);
             let [size, shared] = few.sizes(rows);
             let [gate, up, _] = Self::layers(&layers, &[]);
             let (to, x) = (y.element(begin * n), x.element(begin * k));

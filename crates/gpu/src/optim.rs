@@ -45,7 +45,7 @@ impl Gpu {
         let (rest1, rest2, scale) = (1.0 - beta1, 1.0 - beta2, grad_scale);
         let constants = AdamW { step_size, rest1, beta2, rest2, eps, decay, root, scale };
         let len = weight.len();
-        self.each(elementwise::adamw(weight, rest, m, v, grad, len, constants), len);
+        self.each(elementwise::adamw(weight, rest, m, v, grad, len, constants), len.div_ceil(4));
     }
 
     /// Splits f32 values into the two parts that [`Self::adamw`] stores for a bf16 weight: the weight, rounded to nearest even,

@@ -4,7 +4,6 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::device::{Array, Dtype, Gpu, Pack};
-use crate::head::Marks;
 use crate::launchers::{self, sample as kernels};
 
 /// Sampling settings; see `cuda/sample.cu`.
@@ -58,6 +57,14 @@ pub struct DrawSize {
     pub forbids: bool,
 }
 
+/// Number of bins of a segment with a cut.
+const BINS: usize = 2048;
+
+/// Returns the number of blocks for a row of logits. It must depend on the vocabulary alone.
+fn segments(vocab: usize) -> usize {
+    vocab.div_ceil(256).clamp(1, 16)
+}
+
 impl DrawSize {
     /// Returns the sizes of the tables for these rows.
     pub fn of(rows: &[Row], sampling: &Sampling) -> Self {
@@ -90,7 +97,8 @@ pub struct Draws {
 /// Offsets of the tables in a [`Pack`].
 #[derive(Clone, Debug)]
 pub struct DrawPlaces {
-    zeros: usize,
+    /// Counters of the blocks of each row, which are 0 between kernels.
+    counters: usize,
     uniforms: usize,
     offsets: usize,
     seen: usize,
@@ -124,7 +132,7 @@ impl Draws {
         forbids.resize(size.rows, 0);
         let forbidden: Vec<u32> = forbidden.iter().copied().filter(|&id| (id as usize) < vocab).collect();
         DrawPlaces {
-            zeros: pack.add(&vec![0u32; size.rows + 1]),
+            counters: pack.add(&vec![0u32; size.rows]),
             uniforms: pack.add(&uniforms),
             offsets: pack.add(&offsets),
             seen: pack.add(&seen),
@@ -190,25 +198,69 @@ impl Gpu {
         let Draws { whole, at, size } = draws;
         // Without a vocabulary, every row has its result, which is NaN.
         let rows = logits.len().checked_div(vocab).unwrap_or(usize::MAX).min(size.rows.saturating_sub(first));
-        let none = Marks::none(whole, at.zeros, rows);
-        let [_, entropy, lse] = self.score_logits(logits, vocab, &none, sampling.scoring_temperature);
         let penalised = sampling.penalises();
         let word = |word: usize| whole.element(word);
         let (offsets, ids) = (word(at.offsets + first), word(at.seen));
+        let counters = || word(at.counters + first);
         let raw = self.alloc(size.seen, Dtype::F32);
         let launch = |kernel| self.launch(kernel, [rows, 1, 1], 256, 0);
+        let segments = segments(vocab);
+        let of_segments = |kernel: launchers::Kernel| self.launch(kernel, [rows, segments, 1], 256, 0);
+        let [largest, lse, entropy] = [(); 3].map(|()| self.alloc(rows, Dtype::F32));
+        let surveys = self.alloc(4 * rows * segments, Dtype::F32);
+        let survey = |lse: Option<&Array>, entropy: Option<&Array>, logits: &Array| {
+            let inverse = 1.0 / sampling.scoring_temperature;
+            let kernel =
+                kernels::survey(&largest, lse, entropy, &surveys, counters(), logits, vocab, inverse);
+            of_segments(kernel);
+        };
+        survey(Some(&lse), Some(&entropy), logits);
         if penalised {
             let penalty = sampling.repetition_penalty;
             launch(kernels::penalise(&*logits, &raw, offsets, ids, vocab, penalty));
         }
-        if size.forbids && !at.forbidden.is_empty() {
+        let forbids = size.forbids && !at.forbidden.is_empty();
+        if forbids {
             let (forbids, forbidden) = (word(at.forbids + first), word(at.forbidden.start));
             launch(kernels::forbid(&*logits, forbids, forbidden, at.forbidden.len(), vocab));
+        }
+        // Only these two change the largest logit.
+        if penalised || forbids {
+            survey(None, None, logits);
         }
         let Sampling { temperature, top_p, top_k, min_p, scoring_temperature: scoring, .. } = *sampling;
         let how = launchers::Sampling { temperature, top_p, min_p, scoring, top_k: top_k.min(vocab), vocab };
         let (out, raw) = (out.element(4 * first), penalised.then_some(&raw));
         let uniforms = word(at.uniforms + 2 * first);
-        launch(kernels::draw(out, &*logits, raw, offsets, ids, uniforms, &lse, &entropy, how));
+        let cut = temperature != 0.0 && (top_k > 0 || top_p < 1.0 || min_p > 0.0);
+        let bins = if cut { rows * segments * BINS } else { 0 };
+        let [sums, masses, counts] =
+            [2 * rows * segments, 2 * bins, bins].map(|words| self.alloc(words, Dtype::F32));
+        of_segments(kernels::draw(
+            out,
+            counters(),
+            &sums,
+            &masses,
+            &counts,
+            &*logits,
+            raw,
+            offsets,
+            ids,
+            uniforms,
+            &largest,
+            &lse,
+            &entropy,
+            how,
+        ));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_vocabulary_of_a_model_has_sixteen_segments() {
+        assert_eq!([0, 1, 256, 300, 151_936].map(segments), [1, 1, 1, 2, 16]);
     }
 }

@@ -340,75 +340,19 @@ impl LossPlan {
     /// # Errors
     /// Returns [`Error::Setting`] with the first setting outside its range.
     pub fn validate(&self) -> Result<(), Error> {
-        let require = |ok: bool, setting, value, expected| {
-            if ok { Ok(()) } else { Err(Error::Setting { setting, value, expected }) }
-        };
-        let positive = |x: f64| x.is_finite() && x > 0.0;
-        match self.surrogate {
-            Surrogate::Clip { low, high, delta } => {
-                require((0.0..=1.0).contains(&low), "surrogate.low", low, "a number in [0, 1]")?;
-                require(high.is_finite() && high >= 0.0, "surrogate.high", high, "a finite number >= 0")?;
-                if let Some(delta) = delta {
-                    let above = delta.is_finite() && delta > 1.0 + high;
-                    require(above, "surrogate.delta", delta, "a finite number above 1 plus the upper clip")?;
-                }
-            }
-            Surrogate::Cispo { cap } => require(positive(cap), "surrogate.cap", cap, "a finite ratio > 0")?,
-            Surrogate::Sapo { pos, neg } => {
-                require(positive(pos), "surrogate.pos", pos, "a finite number > 0")?;
-                require(positive(neg), "surrogate.neg", neg, "a finite number > 0")?;
-            }
-            Surrogate::GeometricMean { low, high } => {
-                for (setting, bound) in [("surrogate.low", low), ("surrogate.high", high)] {
-                    require(bound.is_finite() && bound >= 0.0, setting, bound, "a finite log-ratio >= 0")?;
-                }
-                let gated = self.top_entropy < 1.0;
-                require(
-                    !gated,
-                    "top_entropy",
-                    self.top_entropy,
-                    "1, as GMPO's term belongs to the completion",
-                )?;
-            }
-            Surrogate::Vespo { pos, neg } => {
-                let names =
-                    ["surrogate.k_pos", "surrogate.lambda_pos", "surrogate.k_neg", "surrogate.lambda_neg"];
-                for (setting, value) in names.into_iter().zip([pos, neg].concat()) {
-                    require(value.is_finite() && value >= 0.0, setting, value, "a finite number >= 0")?;
-                }
-            }
-            Surrogate::Dppo { low, high, cap, .. } => {
-                for (setting, bound) in [("surrogate.low", low), ("surrogate.high", high)] {
-                    require(bound.is_finite() && bound >= 0.0, setting, bound, "a finite divergence >= 0")?;
-                }
-                require(positive(cap), "surrogate.cap", cap, "a finite ratio > 0")?;
-            }
-            Surrogate::Ratio | Surrogate::LogProb | Surrogate::Custom(_) => {}
-        }
+        self.surrogate.validate()?;
+        let gated = matches!(self.surrogate, Surrogate::GeometricMean { .. }) && self.top_entropy < 1.0;
+        require(!gated, "top_entropy", self.top_entropy, "1, as GMPO's term belongs to the completion")?;
         let whole = matches!(self.surrogate, Surrogate::GeometricMean { .. } | Surrogate::Vespo { .. });
         let weight = self.distillation;
-        require(weight.is_finite() && weight >= 0.0, "distillation", weight, "a finite number >= 0")?;
+        require(not_negative(weight), "distillation", weight, "a finite number >= 0")?;
         require(
             weight == 0.0 || !whole || self.divergence != Divergence::Sampled,
             "distillation",
             weight,
             "0, as this loss has one advantage per completion",
         )?;
-        let share = match self.covariance {
-            Covariance::Off => None,
-            Covariance::Clip { share, low, high } => {
-                require(low.is_finite(), "covariance.low", low, "a finite number")?;
-                let above = high.is_finite() && high > low;
-                require(above, "covariance.high", high, "a finite number above the lower bound")?;
-                Some(share)
-            }
-            Covariance::Kl { share, coef } => {
-                require(coef.is_finite() && coef >= 0.0, "covariance.coef", coef, "a finite number >= 0")?;
-                Some(share)
-            }
-        };
-        if let Some(share) = share {
-            require(share > 0.0 && share <= 1.0, "covariance.share", share, "a number in (0, 1]")?;
+        if let Some(share) = self.covariance.validate()? {
             let by_token = weight == 0.0 && !whole;
             require(
                 by_token,
@@ -423,10 +367,10 @@ impl LossPlan {
             require((0.0..=1.0).contains(&beta), "divergence.beta", beta, "a number in [0, 1]")?;
         }
         if let Some(threshold) = self.off_policy_threshold {
-            let valid = threshold.is_finite() && threshold >= 0.0;
+            let valid = not_negative(threshold);
             require(valid, "off_policy_threshold", threshold, "a finite number of nats >= 0")?;
         }
-        require(self.beta.is_finite() && self.beta >= 0.0, "beta", self.beta, "a finite number >= 0")?;
+        require(not_negative(self.beta), "beta", self.beta, "a finite number >= 0")?;
         require(self.entropy_coef.is_finite(), "entropy_coef", self.entropy_coef, "a finite number")?;
         let share = self.top_entropy > 0.0 && self.top_entropy <= 1.0;
         require(share, "top_entropy", self.top_entropy, "a number in (0, 1]")?;
@@ -438,6 +382,76 @@ impl LossPlan {
         }
         Ok(())
     }
+}
+
+impl Surrogate {
+    fn validate(&self) -> Result<(), Error> {
+        let bounds = |low, high, expected| {
+            require(not_negative(low), "surrogate.low", low, expected)?;
+            require(not_negative(high), "surrogate.high", high, expected)
+        };
+        match *self {
+            Self::Clip { low, high, delta } => {
+                require((0.0..=1.0).contains(&low), "surrogate.low", low, "a number in [0, 1]")?;
+                require(not_negative(high), "surrogate.high", high, "a finite number >= 0")?;
+                let Some(delta) = delta else { return Ok(()) };
+                let above = delta.is_finite() && delta > 1.0 + high;
+                require(above, "surrogate.delta", delta, "a finite number above 1 plus the upper clip")
+            }
+            Self::Cispo { cap } => require(positive(cap), "surrogate.cap", cap, "a finite ratio > 0"),
+            Self::Sapo { pos, neg } => {
+                require(positive(pos), "surrogate.pos", pos, "a finite number > 0")?;
+                require(positive(neg), "surrogate.neg", neg, "a finite number > 0")
+            }
+            Self::GeometricMean { low, high } => bounds(low, high, "a finite log-ratio >= 0"),
+            Self::Vespo { pos, neg } => {
+                let names =
+                    ["surrogate.k_pos", "surrogate.lambda_pos", "surrogate.k_neg", "surrogate.lambda_neg"];
+                names.into_iter().zip([pos, neg].concat()).try_for_each(|(setting, value)| {
+                    require(not_negative(value), setting, value, "a finite number >= 0")
+                })
+            }
+            Self::Dppo { low, high, cap, .. } => {
+                bounds(low, high, "a finite divergence >= 0")?;
+                require(positive(cap), "surrogate.cap", cap, "a finite ratio > 0")
+            }
+            Self::Ratio | Self::LogProb | Self::Custom(_) => Ok(()),
+        }
+    }
+}
+
+impl Covariance {
+    /// Checks the range of every number. Returns the share of the tokens.
+    fn validate(&self) -> Result<Option<f64>, Error> {
+        let share = match *self {
+            Self::Off => return Ok(None),
+            Self::Clip { share, low, high } => {
+                require(low.is_finite(), "covariance.low", low, "a finite number")?;
+                let above = high.is_finite() && high > low;
+                require(above, "covariance.high", high, "a finite number above the lower bound")?;
+                share
+            }
+            Self::Kl { share, coef } => {
+                require(not_negative(coef), "covariance.coef", coef, "a finite number >= 0")?;
+                share
+            }
+        };
+        require(share > 0.0 && share <= 1.0, "covariance.share", share, "a number in (0, 1]")?;
+        Ok(Some(share))
+    }
+}
+
+/// Returns an error about a setting unless its value is in order.
+fn require(ok: bool, setting: &'static str, value: f64, expected: &'static str) -> Result<(), Error> {
+    if ok { Ok(()) } else { Err(Error::Setting { setting, value, expected }) }
+}
+
+fn positive(x: f64) -> bool {
+    x.is_finite() && x > 0.0
+}
+
+fn not_negative(x: f64) -> bool {
+    x.is_finite() && x >= 0.0
 }
 
 /// Completions with their tokens: a complete optimizer step or any part of it.
@@ -493,9 +507,7 @@ pub struct TeacherTokens<'a> {
 /// # Errors
 /// Returns an error if `top` is outside (0, 1].
 pub fn top_entropy_tokens(entropies: &[f64], top: f64) -> Result<Option<Vec<bool>>, Error> {
-    if !(top > 0.0 && top <= 1.0) {
-        return Err(Error::Setting { setting: "top_entropy", value: top, expected: "a number in (0, 1]" });
-    }
+    require(top > 0.0 && top <= 1.0, "top_entropy", top, "a number in (0, 1]")?;
     if top == 1.0 {
         return Ok(None);
     }
@@ -572,13 +584,7 @@ impl Normalizer {
         truncated: &[bool],
         max_completion_length: usize,
     ) -> Result<Self, Error> {
-        if max_completion_length == 0 {
-            return Err(Error::Setting {
-                setting: "max_completion_length",
-                value: 0.0,
-                expected: "at least 1",
-            });
-        }
+        require(max_completion_length > 0, "max_completion_length", 0.0, "at least 1")?;
         let tokens = counted_tokens(plan, lengths, truncated)?;
         Ok(Self {
             completions: lengths.len(),
@@ -602,9 +608,7 @@ impl Normalizer {
         truncated: &[bool],
         micro_batches: usize,
     ) -> Result<Self, Error> {
-        if micro_batches == 0 {
-            return Err(Error::Setting { setting: "micro_batches", value: 0.0, expected: "at least 1" });
-        }
+        require(micro_batches > 0, "micro_batches", 0.0, "at least 1")?;
         Ok(Self { micro_batch_tokens: counted_tokens(plan, lengths, truncated)?, micro_batches, ..*self })
     }
 
@@ -648,7 +652,7 @@ fn kept_tokens(plan: &LossPlan, lengths: &[usize], truncated: &[bool], kept: &[b
 }
 
 /// Share of a batch in the loss, and its gradient.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct LossOutput {
     /// `policy + kl_term + teacher_term + entropy_term`.
     pub loss: f64,
@@ -681,17 +685,11 @@ pub struct LossOutput {
 pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> Result<LossOutput, Error> {
     plan.validate()?;
     let reference = check_batch(batch, plan, normalizer)?;
-    let tokens = batch.logp.len();
     let mut out = LossOutput {
-        loss: 0.0,
-        policy: 0.0,
-        kl_term: 0.0,
-        teacher_term: 0.0,
-        entropy_term: 0.0,
-        dlogp: vec![0.0; tokens],
+        dlogp: vec![0.0; batch.logp.len()],
         dteacher: vec![0.0; batch.teacher.map_or(0, |own| own.logp.len())],
         dentropy: vec![0.0; batch.entropy.map_or(0, <[f64]>::len)],
-        sums: MetricSums::default(),
+        ..LossOutput::default()
     };
     let entropy_tokens = normalizer.kept_tokens.unwrap_or(normalizer.tokens).max(1) as f64;
     let entropy_weight = plan.entropy_coef / entropy_tokens;
@@ -721,32 +719,7 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
         let mut clipped = Clipped::default();
         let mut derivatives =
             Derivatives { of_logp: &mut out.dlogp[completion.span.clone()], of_sequence: 0.0 };
-        let corrections = completion.corrections(&mut out.sums);
-        let is_left_behind = completion.is_left_behind();
-        if plan.off_policy_threshold.is_some() {
-            out.sums.add_left_behind(is_left_behind);
-        }
-        if plan.covariance != Covariance::Off {
-            let chosen = (0..length).filter(|t| completion.covariance(*t) != Covariance::Off).count();
-            out.sums.add_chosen(chosen, length);
-        }
-        let policy = match plan.surrogate {
-            _ if is_left_behind => 0.0,
-            Surrogate::GeometricMean { low, high } => completion.geometric_mean(
-                [low, high],
-                corrections.as_deref(),
-                &mut clipped,
-                derivatives.of_logp,
-            ),
-            Surrogate::Vespo { pos, neg } => {
-                completion.vespo([pos, neg], corrections.as_deref(), derivatives.of_logp)
-            }
-            _ => {
-                let is_sampled = plan.distillation != 0.0 && plan.divergence == Divergence::Sampled;
-                let teacher = reference.filter(|_| is_sampled).map(|all| &all[completion.span.clone()]);
-                completion.policy((corrections.as_deref(), teacher), &mut clipped, &mut derivatives)
-            }
-        };
+        let policy = completion.policy(reference, &mut out.sums, &mut clipped, &mut derivatives);
         let kl = reference.map_or(0.0, |reference| completion.kl(reference, &mut derivatives));
         let share = match plan.ratio {
             RatioLevel::Token => 0.0,
@@ -845,8 +818,41 @@ impl Completion<'_> {
         Some(weights)
     }
 
-    /// Returns the sum of the policy term over the tokens, without their weight.
+    /// Returns the sum of the policy term over the tokens, without their weight, and adds what it leaves out to `sums`.
     fn policy(
+        &self,
+        reference: Option<&[f64]>,
+        sums: &mut MetricSums,
+        clipped: &mut Clipped,
+        derivatives: &mut Derivatives<'_>,
+    ) -> f64 {
+        let plan = self.plan;
+        let corrections = self.corrections(sums);
+        let corrections = corrections.as_deref();
+        let is_left_behind = self.is_left_behind();
+        if plan.off_policy_threshold.is_some() {
+            sums.add_left_behind(is_left_behind);
+        }
+        if plan.covariance != Covariance::Off {
+            let chosen = (0..self.logp.len()).filter(|t| self.covariance(*t) != Covariance::Off).count();
+            sums.add_chosen(chosen, self.logp.len());
+        }
+        match plan.surrogate {
+            _ if is_left_behind => 0.0,
+            Surrogate::GeometricMean { low, high } => {
+                self.geometric_mean([low, high], corrections, clipped, derivatives.of_logp)
+            }
+            Surrogate::Vespo { pos, neg } => self.vespo([pos, neg], corrections, derivatives.of_logp),
+            _ => {
+                let is_sampled = plan.distillation != 0.0 && plan.divergence == Divergence::Sampled;
+                let teacher = reference.filter(|_| is_sampled).map(|all| &all[self.span.clone()]);
+                self.by_token((corrections, teacher), clipped, derivatives)
+            }
+        }
+    }
+
+    /// Returns the sum over the tokens of a policy term that each token has, without their weight.
+    fn by_token(
         &self,
         (corrections, teacher): (Option<&[f64]>, Option<&[f64]>),
         clipped: &mut Clipped,

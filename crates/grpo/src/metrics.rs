@@ -367,73 +367,14 @@ impl MetricSums {
     pub fn metrics(&self) -> Vec<Metric> {
         let mut out: Vec<Metric> = Vec::new();
         let mut put = |name: &str, value: Option<f64>| out.push((name.to_owned(), value));
-        let mean = |sum: f64, count: u64| (count > 0).then(|| sum / count as f64);
-
         if self.loss.is_some() {
-            put(metric::LOSS, self.loss);
-            put("policy_loss", Some(self.policy));
-            if self.kl.is_some() {
-                put(metric::KL, self.kl);
-                put("kl/token_mean", mean(self.kl_token_sum, self.kl_tokens));
-            }
-            if self.divergence_tokens > 0 {
-                put(metric::TEACHER_DIVERGENCE, mean(self.divergence_sum, self.divergence_tokens));
-            }
-            if self.entropy_tokens > 0 {
-                put(metric::ENTROPY, mean(self.entropy, self.entropy_tokens));
-            }
-            if self.clip_units > 0 {
-                put("clip_ratio/low_mean", mean(self.clip_low, self.clip_units));
-                put("clip_ratio/low_min", self.clip_low_min);
-                put("clip_ratio/high_mean", mean(self.clip_high, self.clip_units));
-                put("clip_ratio/high_max", self.clip_high_max);
-                // A ratio cannot be both below and above the range, so the two counts can be added.
-                let region = mean(self.clip_low + self.clip_high, self.clip_units);
-                put(metric::CLIP_RATIO, region);
-                put("clip_ratio", region);
-            }
-            if self.corrected.count > 0 {
-                put("sampling/importance_sampling_ratio/min", self.corrected_min);
-                put("sampling/importance_sampling_ratio/mean", self.corrected.mean());
-                put("sampling/importance_sampling_ratio/max", self.corrected_max);
-            }
-            if self.left_behind.count > 0 {
-                put("off_policy_mask/dropped_ratio", self.left_behind.mean());
-            }
-            if self.covariance_tokens > 0 {
-                put("covariance/chosen_ratio", mean(self.chosen_tokens as f64, self.covariance_tokens));
-            }
-            put("advantage_abs", mean(self.advantage_abs, self.loss_completions));
+            self.of_loss(&mut put);
         }
         if self.lengths.count > 0 {
-            for (infix, lengths) in [("length", &self.lengths), ("terminated_length", &self.terminated)] {
-                // TRL reports 0 if no completion terminated.
-                let some = |value: Option<f64>| Some(value.unwrap_or(0.0));
-                put(&format!("completions/mean_{infix}"), some(mean(lengths.sum as f64, lengths.count)));
-                put(&format!("completions/min_{infix}"), some(lengths.min.map(|n| n as f64)));
-                put(&format!("completions/max_{infix}"), some(lengths.max.map(|n| n as f64)));
-            }
-            put("completion_length", mean(self.lengths.sum as f64, self.lengths.count));
-            let clipped = self.lengths.count - self.terminated.count;
-            put(metric::CLIPPED, mean(clipped as f64, self.lengths.count));
-            put(metric::COUNT, Some(self.lengths.count as f64));
+            self.of_lengths(&mut put);
         }
         if self.groups > 0 {
-            put(metric::REWARD, self.total.moments.mean());
-            put(metric::REWARD_STD, self.total.moments.std());
-            put(metric::REWARD_MIN, self.total.min);
-            put(metric::REWARD_MAX, self.total.max);
-            put(metric::LENGTH_CORRELATION, self.together.correlation());
-            put("reward_std/group", self.group_std.mean());
-            put(metric::ZERO_STD, mean(self.zero_std_groups as f64, self.groups));
-            for sums in &self.rewards {
-                let Values { moments, min, max } = sums.values;
-                put(&format!("rewards/{}", sums.name), moments.mean());
-                put(&format!("rewards/{}/mean", sums.name), moments.mean());
-                put(&format!("rewards/{}/std", sums.name), moments.std());
-                put(&format!("rewards/{}/min", sums.name), min);
-                put(&format!("rewards/{}/max", sums.name), max);
-            }
+            self.of_rewards(&mut put);
         }
         if self.loss.is_some() && self.groups > 0 {
             put("grpo/policy_seq_log_prob", mean(self.seq_logp, self.loss_completions));
@@ -447,6 +388,73 @@ impl MetricSums {
         out
     }
 
+    fn of_loss(&self, put: &mut dyn FnMut(&str, Option<f64>)) {
+        put(metric::LOSS, self.loss);
+        put("policy_loss", Some(self.policy));
+        if self.kl.is_some() {
+            put(metric::KL, self.kl);
+            put("kl/token_mean", mean(self.kl_token_sum, self.kl_tokens));
+        }
+        if self.divergence_tokens > 0 {
+            put(metric::TEACHER_DIVERGENCE, mean(self.divergence_sum, self.divergence_tokens));
+        }
+        if self.entropy_tokens > 0 {
+            put(metric::ENTROPY, mean(self.entropy, self.entropy_tokens));
+        }
+        if self.clip_units > 0 {
+            put("clip_ratio/low_mean", mean(self.clip_low, self.clip_units));
+            put("clip_ratio/low_min", self.clip_low_min);
+            put("clip_ratio/high_mean", mean(self.clip_high, self.clip_units));
+            put("clip_ratio/high_max", self.clip_high_max);
+            // A ratio cannot be both below and above the range, so the two counts can be added.
+            let region = mean(self.clip_low + self.clip_high, self.clip_units);
+            put(metric::CLIP_RATIO, region);
+            put("clip_ratio", region);
+        }
+        if self.corrected.count > 0 {
+            put("sampling/importance_sampling_ratio/min", self.corrected_min);
+            put("sampling/importance_sampling_ratio/mean", self.corrected.mean());
+            put("sampling/importance_sampling_ratio/max", self.corrected_max);
+        }
+        if self.left_behind.count > 0 {
+            put("off_policy_mask/dropped_ratio", self.left_behind.mean());
+        }
+        if self.covariance_tokens > 0 {
+            put("covariance/chosen_ratio", mean(self.chosen_tokens as f64, self.covariance_tokens));
+        }
+        put("advantage_abs", mean(self.advantage_abs, self.loss_completions));
+    }
+
+    fn of_lengths(&self, put: &mut dyn FnMut(&str, Option<f64>)) {
+        for (infix, lengths) in [("length", &self.lengths), ("terminated_length", &self.terminated)] {
+            // TRL reports 0 if no completion terminated.
+            let some = |value: Option<f64>| Some(value.unwrap_or(0.0));
+            put(&format!("completions/mean_{infix}"), some(mean(lengths.sum as f64, lengths.count)));
+            put(&format!("completions/min_{infix}"), some(lengths.min.map(|n| n as f64)));
+            put(&format!("completions/max_{infix}"), some(lengths.max.map(|n| n as f64)));
+        }
+        put("completion_length", mean(self.lengths.sum as f64, self.lengths.count));
+        let clipped = self.lengths.count - self.terminated.count;
+        put(metric::CLIPPED, mean(clipped as f64, self.lengths.count));
+        put(metric::COUNT, Some(self.lengths.count as f64));
+    }
+
+    fn of_rewards(&self, put: &mut dyn FnMut(&str, Option<f64>)) {
+        put(metric::REWARD, self.total.moments.mean());
+        put(metric::REWARD_STD, self.total.moments.std());
+        put(metric::REWARD_MIN, self.total.min);
+        put(metric::REWARD_MAX, self.total.max);
+        put(metric::LENGTH_CORRELATION, self.together.correlation());
+        put("reward_std/group", self.group_std.mean());
+        put(metric::ZERO_STD, mean(self.zero_std_groups as f64, self.groups));
+        for sums in &self.rewards {
+            let Values { moments, min, max } = sums.values;
+            let mean = moments.mean();
+            let own = [("", mean), ("/mean", mean), ("/std", moments.std()), ("/min", min), ("/max", max)];
+            own.into_iter().for_each(|(end, value)| put(&format!("rewards/{}{end}", sums.name), value));
+        }
+    }
+
     /// Returns the mean of the reward function `name`, or else of the first function whose name starts with `name`
     /// (`format_graded`).
     fn reward_named(&self, name: &str) -> Option<f64> {
@@ -455,6 +463,10 @@ impl MetricSums {
             .or_else(|| self.rewards.iter().find(|r| r.name.starts_with(name)))
             .and_then(|r| r.values.moments.mean())
     }
+}
+
+fn mean(sum: f64, count: u64) -> Option<f64> {
+    (count > 0).then(|| sum / count as f64)
 }
 
 fn same_length(what: &'static str, got: usize, expected: usize) -> Result<(), Error> {

@@ -16,7 +16,7 @@ use crate::experts::{Experts, ExpertsPass, KeptExperts};
 use crate::mixer::{self, Mixer};
 use omnigrpo_ops::{
     Activation, AttentionHeads, Index, Kept, Layout, Lend, Linear, Norm, Op, PackedLinear, Param, Pass,
-    Result, RopeTable, Rows,
+    Result, RopeTable, Rows, Turn,
 };
 
 /// The feed-forward layer of a block.
@@ -121,6 +121,7 @@ pub struct BlockPass {
     lender: Option<(Arc<dyn Lend>, usize)>,
     /// Whether [`KeptBlock`] has the input of the activation.
     keeps_wide: bool,
+    over_cache: bool,
 }
 
 /// The feed-forward layer, prepared for one pass.
@@ -285,6 +286,7 @@ impl BlockPass {
             block: Arc::clone(block),
             lender: None,
             keeps_wide: true,
+            over_cache: false,
         }
     }
 
@@ -295,6 +297,12 @@ impl BlockPass {
         let lender = pass.lender.clone().map(|lender| (lender, l));
         let experts = self.experts.map(|experts| experts.compared(pass, l));
         Self { lender, experts, ..self }
+    }
+
+    /// Leaves norms and rotation of queries and keys to the attention over a cache, if the device can ([`Self::turn`]).
+    #[must_use]
+    pub(crate) fn over_cache(self) -> Self {
+        Self { over_cache: true, ..self }
     }
 
     /// Keeps no input of the activation: nobody differentiates this pass.
@@ -318,8 +326,9 @@ impl BlockPass {
         attend: impl FnOnce(&Rows) -> Result<(Rows, Rows)>,
     ) -> Result<(Rows, KeptBlock)> {
         let mut qkv = self.qkv.forward(&self.enter(0, x)?)?;
-        let raw = self.normalise(&mut qkv)?;
-        if let Some(rope) = self.rotation() {
+        let turn = self.turn(&qkv);
+        let raw = self.normalise(&mut qkv, turn.norms.is_none())?;
+        if let Some(rope) = self.rotation().filter(|_| turn.rope.is_none()) {
             self.block.heads.rotate(&mut qkv, rope, false)?;
         }
         let (attended, lse) = attend(&qkv)?;
@@ -342,6 +351,29 @@ impl BlockPass {
         let shared = self.mlp.as_ref().map(|mlp| &mlp.last).zip(inner.as_ref());
         let (y, last) = self.leave(1, &middle, shared, routed.as_ref())?;
         Ok((y, KeptBlock { raw, qkv, lse, attended, joined: [joined, last], middle, wide, experts }))
+    }
+
+    /// Returns what the attention over a cache does to queries and keys, so that [`Self::run`] does not.
+    pub(crate) fn turn(&self, qkv: &Rows) -> Turn<'_> {
+        let Some(rope) = self.rotation().filter(|_| self.over_cache && self.block.heads.turns_cached(qkv))
+        else {
+            return Turn::default();
+        };
+        let norms = match &self.block.qk_norm {
+            Some(QkNorm::PerHead([q, k])) => match (q, k) {
+                (Norm::Rms { eps, .. }, Norm::Rms { eps: other, .. })
+                | (Norm::AroundOne { eps, .. }, Norm::AroundOne { eps: other, .. })
+                    if eps.to_bits() == other.to_bits() =>
+                {
+                    Some([q, k])
+                }
+                _ => None,
+            },
+            _ => None,
+        };
+        // Rotation follows the norms.
+        let rope = (norms.is_some() || self.block.qk_norm.is_none()).then_some(&**rope);
+        Turn { norms, rope }
     }
 
     /// Returns the rotation of queries and keys. The delta rule has none.
@@ -475,10 +507,11 @@ impl BlockPass {
         Ok([dbranch, dsum])
     }
 
-    /// Removes the gates of queries and normalises queries and keys, in place. Returns the previous rows if they differ.
-    fn normalise(&self, qkv: &mut Rows) -> Result<Option<Rows>> {
+    /// Removes the gates of queries and, if `norms` is true, normalises queries and keys, in place. Returns the previous rows if they differ.
+    fn normalise(&self, qkv: &mut Rows, norms: bool) -> Result<Option<Rows>> {
         let gated = matches!(self.block.mixer, Mixer::GatedAttention);
-        if self.block.qk_norm.is_none() && !gated {
+        let norms = if norms { self.qk_norms() } else { Vec::new() };
+        if norms.is_empty() && !gated {
             return Ok(None);
         }
         let raw = qkv.clone();
@@ -486,7 +519,7 @@ impl BlockPass {
             *qkv = mixer::without_gates(&raw, self.block.heads)?;
         }
         let plain = qkv.clone();
-        for (norm, from, width, split) in self.qk_norms() {
+        for (norm, from, width, split) in norms {
             let (rows, cols) = (qkv.rows() * split, width / split);
             let input = plain.columns(from..from + width)?.reshape(rows, cols)?;
             qkv.set_columns(from, &norm.forward(&input)?.0.reshape(raw.rows(), width)?)?;

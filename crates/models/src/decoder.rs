@@ -821,10 +821,10 @@ impl Decoder {
         let mut x = x;
         for (l, block) in self.blocks.iter().enumerate() {
             let (at, run) = (self.places[l], BlockPass::new(block, &pass, Some(rope), &none, None));
-            let run = if memory.is_none() { run.without_wide() } else { run };
+            let run = if memory.is_none() { run.without_wide().over_cache() } else { run };
             let (y, kept) = run.run(&x, |qkv| match &block.mixer {
                 Mixer::Delta(delta) => delta.decode(qkv, at, batch),
-                _ => heads.attend_cached(qkv, at, batch),
+                _ => heads.attend_cached(qkv, at, batch, run.turn(qkv)),
             })?;
             if let Some(memory) = memory.as_deref_mut() {
                 memory.keep(l, &y, kept)?;

@@ -142,6 +142,14 @@ pub enum ModelError {
     /// A conversation has no turn of the user.
     #[error("the conversation has no user turn to answer")]
     NoUserTurn,
+    /// A given token cannot be part of a prompt.
+    #[error("token {id} cannot be part of a prompt; expected ids below {vocab} that do not stand for media")]
+    TokenIds {
+        /// The token.
+        id: u32,
+        /// Number of tokens of the vocabulary.
+        vocab: usize,
+    },
     /// A row for supervised training has no answer.
     #[error("the row has no answer to train on; expected a final assistant turn, `solution` or `answer`")]
     NoAnswer,

@@ -50,6 +50,11 @@ pub fn adapter_base(dir: &Path) -> Result<Option<String>> {
     Ok(read_config(dir)?.text("base_model_name_or_path")?.map(str::to_owned))
 }
 
+/// Returns a number without a fraction as an integer.
+fn as_integer(x: f64) -> Value {
+    if x.fract() == 0.0 { json!(x as i64) } else { json!(x) }
+}
+
 impl Model {
     /// Writes the adapters, and every tensor that is trained in full, in the format of PEFT.
     ///
@@ -64,7 +69,59 @@ impl Model {
         };
         std::fs::create_dir_all(dir).map_err(ModelError::io(dir))?;
         let format = self.family().format();
-        let mut tensors: Vec<(String, Owned)> = Vec::new();
+        let mut tensors = Vec::new();
+        let [modules, parameters] = self.factors(&mut tensors)?;
+        // PEFT saves whole modules, so the other tensors of a trained tensor's module are saved as well.
+        let whole = |p: &&Arc<Param>| p.trainable() || self.whole.contains(p.name());
+        let whole: BTreeSet<&str> =
+            self.base_params().iter().filter(whole).map(|p| module_of(p.name())).collect();
+        for param in self.base_params() {
+            let name = param.name();
+            if whole.iter().any(|m| name.strip_prefix(m).is_some_and(|rest| rest.starts_with('.'))) {
+                tensors.push((format!("{PREFIX}{}", format.module_name(name)), Owned::of(param)?));
+            }
+        }
+        let [ranks, alphas] = self.patterns(lora.rank);
+        let metadata = Some([("format".to_owned(), "pt".to_owned())].into());
+        let path = dir.join(WEIGHTS);
+        safetensors::serialize_to_file(tensors, metadata, &path)
+            .map_err(ModelError::safetensors(&path, "written"))?;
+        crate::weights::share(&path)?;
+        let whole: Vec<String> = whole.into_iter().map(|m| format.module_name(m)).collect();
+        let base = Origin::of(self.dir());
+        // `AutoPeftModel` makes the base by this class. It refuses a task type, whose classes do not include models that see.
+        let classes = self.checkpoint().config().get("architectures");
+        let class = classes.and_then(|classes| classes.get(0)).and_then(Value::as_str);
+        let by_class =
+            class.map(|class| json!({ "base_model_class": class, "parent_library": "transformers" }));
+        let config = json!({
+            "peft_type": "LORA",
+            "task_type": if by_class.is_some() { Value::Null } else { json!("CAUSAL_LM") },
+            "auto_mapping": by_class,
+            "base_model_name_or_path": base.name,
+            "revision": base.revision,
+            "inference_mode": true,
+            "r": lora.rank,
+            "lora_alpha": as_integer(lora.alpha),
+            "rank_pattern": ranks,
+            "alpha_pattern": alphas,
+            "lora_dropout": lora.dropout,
+            "use_rslora": lora.rslora,
+            "use_dora": false,
+            "bias": "none",
+            "fan_in_fan_out": false,
+            "init_lora_weights": true,
+            "target_modules": modules,
+            "target_parameters": if parameters.is_empty() { Value::Null } else { json!(parameters) },
+            "modules_to_save": if whole.is_empty() { Value::Null } else { json!(whole) },
+        });
+        let path = dir.join(CONFIG);
+        std::fs::write(&path, format!("{config:#}\n")).map_err(ModelError::io(path))
+    }
+
+    /// Adds the factors of all adapters to `tensors`. Returns the names of the adapted modules, and of the adapted parameters.
+    fn factors(&self, tensors: &mut Vec<(String, Owned)>) -> Result<[Vec<String>; 2]> {
+        let format = self.family().format();
         let (mut modules, mut parameters) = (Vec::new(), Vec::new());
         for (base, adapter) in self.adapted() {
             if base.is_experts() {
@@ -86,17 +143,12 @@ impl Model {
             }
             modules.push(module);
         }
-        // PEFT saves whole modules, so the other tensors of a trained tensor's module are saved as well.
-        let whole = |p: &&Arc<Param>| p.trainable() || self.whole.contains(p.name());
-        let whole: BTreeSet<&str> =
-            self.base_params().iter().filter(whole).map(|p| module_of(p.name())).collect();
-        for param in self.base_params() {
-            let name = param.name();
-            if whole.iter().any(|m| name.strip_prefix(m).is_some_and(|rest| rest.starts_with('.'))) {
-                tensors.push((format!("{PREFIX}{}", format.module_name(name)), Owned::of(param)?));
-            }
-        }
-        let alpha = |alpha: f64| if alpha.fract() == 0.0 { json!(alpha as i64) } else { json!(alpha) };
+        Ok([modules, parameters])
+    }
+
+    /// Returns the ranks that are not the usual one and the alphas of single layers, by module.
+    fn patterns(&self, usual: usize) -> [Map<String, Value>; 2] {
+        let format = self.family().format();
         let (mut ranks, mut alphas) = (Map::new(), Map::new());
         for (base, adapter) in self.adapted() {
             let (stem, rank) = (layer_of(base.name()), adapter.rank());
@@ -105,47 +157,13 @@ impl Model {
                 false => format.module_name(stem),
             };
             if let Some(&own) = self.alphas.get(stem) {
-                alphas.insert(module.clone(), alpha(own));
+                alphas.insert(module.clone(), as_integer(own));
             }
-            if rank != lora.rank {
+            if rank != usual {
                 ranks.insert(module, rank.into());
             }
         }
-        let metadata = Some([("format".to_owned(), "pt".to_owned())].into());
-        let path = dir.join(WEIGHTS);
-        safetensors::serialize_to_file(tensors, metadata, &path)
-            .map_err(ModelError::safetensors(&path, "written"))?;
-        crate::weights::share(&path)?;
-        let whole: Vec<String> = whole.into_iter().map(|m| format.module_name(m)).collect();
-        let base = Origin::of(self.dir());
-        // `AutoPeftModel` makes the base by this class. It refuses a task type, whose classes do not include models that see.
-        let classes = self.checkpoint().config().get("architectures");
-        let class = classes.and_then(|classes| classes.get(0)).and_then(Value::as_str);
-        let by_class =
-            class.map(|class| json!({ "base_model_class": class, "parent_library": "transformers" }));
-        let config = json!({
-            "peft_type": "LORA",
-            "task_type": if by_class.is_some() { Value::Null } else { json!("CAUSAL_LM") },
-            "auto_mapping": by_class,
-            "base_model_name_or_path": base.name,
-            "revision": base.revision,
-            "inference_mode": true,
-            "r": lora.rank,
-            "lora_alpha": alpha(lora.alpha),
-            "rank_pattern": ranks,
-            "alpha_pattern": alphas,
-            "lora_dropout": lora.dropout,
-            "use_rslora": lora.rslora,
-            "use_dora": false,
-            "bias": "none",
-            "fan_in_fan_out": false,
-            "init_lora_weights": true,
-            "target_modules": modules,
-            "target_parameters": if parameters.is_empty() { Value::Null } else { json!(parameters) },
-            "modules_to_save": if whole.is_empty() { Value::Null } else { json!(whole) },
-        });
-        let path = dir.join(CONFIG);
-        std::fs::write(&path, format!("{config:#}\n")).map_err(ModelError::io(path))
+        [ranks, alphas]
     }
 
     /// Reads an adapter in PEFT's format: adds the adapters and loads the tensors that were trained in full.

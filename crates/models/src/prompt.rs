@@ -271,6 +271,14 @@ impl PromptBuilder {
         own
     }
 
+    /// Returns a builder whose chat template has these variables besides its own ([`RenderOptions::kwargs`]), and is otherwise the
+    /// same.
+    pub fn with_variables(&self, variables: serde_json::Map<String, Value>) -> Self {
+        let mut own = self.clone();
+        own.settings.render.kwargs.extend(variables);
+        own
+    }
+
     /// Returns the tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
@@ -317,6 +325,33 @@ impl PromptBuilder {
     /// Returns an error if a medium is unreadable or the prompt exceeds a limit. Prompts are never truncated.
     pub fn build(&self, sample: &Sample) -> Result<Prompt> {
         self.build_in(sample, 0)
+    }
+
+    /// Builds the prompt of a text that the model continues as it stands, without the chat template ([`Sample::is_text`]).
+    ///
+    /// # Errors
+    /// Returns an error if the text is empty or exceeds a limit.
+    pub fn continuing(&self, text: &str) -> Result<Prompt> {
+        self.prompt(&[], self.continued(text)?, Vec::new())
+    }
+
+    /// Builds the prompt of tokens that the model continues as they stand.
+    ///
+    /// # Errors
+    /// Returns [`ModelError::TokenIds`] if a token is not in the vocabulary or stands for the features of a medium, and an error if
+    /// there are none or they exceed a limit.
+    pub fn continuing_tokens(&self, ids: Vec<u32>) -> Result<Prompt> {
+        let vocab = self.family.architecture().decoder_config().vocab;
+        let excluded = self.family.processor().placeholder_ids();
+        if let Some(&id) = ids.iter().find(|id| **id as usize >= vocab || excluded.contains(id)) {
+            return Err(ModelError::TokenIds { id, vocab });
+        }
+        if ids.is_empty() {
+            return Err(ModelError::NoUserTurn);
+        }
+        self.check_length(ids.len(), &[])?;
+        let text = self.tokenizer.decode(&ids, false)?;
+        self.prompt(&[], RenderedPrompt { ids, spans: Vec::new(), text }, Vec::new())
     }
 
     /// Builds the prompt for a given pass over the data. Rows with a random number of frames draw it again in each pass.

@@ -44,6 +44,11 @@ impl Group {
         let completions = lengths.iter().map(|&n| (0..n).map(|_| next()).collect()).collect();
         Self { prompt: case_prompt(case, model), completions }
     }
+
+    fn stream(&self) -> GroupStream<'_> {
+        let completions = self.completions.iter().map(Vec::as_slice).collect();
+        GroupStream { prompt: &self.prompt, completions }
+    }
 }
 
 /// Completions of one group that are in a stream.
@@ -160,13 +165,7 @@ fn groups_equal_transformers_on_separate_sequences() {
             let joined = |field: &str| -> Vec<f32> {
                 members.iter().flat_map(|g| golden.f[&format!("{g}.{t}.{field}")].clone()).collect()
             };
-            let streams: Vec<GroupStream> = groups
-                .iter()
-                .map(|g| GroupStream {
-                    prompt: &g.prompt,
-                    completions: g.completions.iter().map(Vec::as_slice).collect(),
-                })
-                .collect();
+            let streams: Vec<GroupStream> = groups.iter().map(Group::stream).collect();
             let stream = PackedStream::new(&streams).unwrap();
             train_all(&model);
             let prompts: Vec<&Prompt> = groups.iter().map(|g| &g.prompt).collect();
@@ -222,13 +221,7 @@ fn tokens_of_a_teacher_are_targets_of_their_own() {
         let model = model_of(name);
         train_all(&model);
         let groups = [Group::new(&model, "D1", &[3, 1, 0, 4]), Group::new(&model, "C", &[2, 5])];
-        let streams: Vec<GroupStream> = groups
-            .iter()
-            .map(|g| GroupStream {
-                prompt: &g.prompt,
-                completions: g.completions.iter().map(Vec::as_slice).collect(),
-            })
-            .collect();
+        let streams: Vec<GroupStream> = groups.iter().map(Group::stream).collect();
         let stream = PackedStream::new(&streams).unwrap();
         let features: Vec<_> = groups.iter().map(|g| model.encode_prompt(&g.prompt).unwrap()).collect();
         let vocab = model.decoder().config().vocab;
@@ -324,10 +317,7 @@ fn a_completion_does_not_see_the_others() {
         let bystander = Group::new(&model, "D1", &[2, 4]);
         let score = |first: &Group| {
             let groups = [first, &bystander];
-            let streams = groups.map(|g| GroupStream {
-                prompt: &g.prompt,
-                completions: g.completions.iter().map(Vec::as_slice).collect(),
-            });
+            let streams = groups.map(Group::stream);
             let features: Vec<Vec<Features>> =
                 groups.iter().map(|g| model.encode_prompt(&g.prompt).unwrap()).collect();
             let stream = PackedStream::new(&streams).unwrap();

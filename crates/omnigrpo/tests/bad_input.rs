@@ -23,7 +23,7 @@ fn bad_row(bad: &str, reason: &[&str]) {
     let place = Place::new();
     with(&place, bad);
     let parts = [
-        &["too many rows cannot be used", "got: 1 of 4 rows", "--max_skipped", "with.jsonl, line 2"],
+        &["too many rows cannot be used", "got: 1 of 4 rows", "--max_skipped", "with.jsonl:2 (--row 1)"],
         reason,
     ]
     .concat();
@@ -170,7 +170,7 @@ fn a_row_that_the_rewards_cannot_score() {
     let reason = "column `accu_reward_method`: accuracy_mode: unknown value `bogus`";
     place.run("data check --model M --train_file with.jsonl").fails(1, &["1 of 4 rows cannot be used"]);
     let check = place.run("data check --model M --train_file with.jsonl");
-    assert!(check.stdout.contains("bad row 1 (") && check.stdout.contains(reason), "{}", check.stdout);
+    assert!(check.stdout.contains(":2 (--row 1): ") && check.stdout.contains(reason), "{}", check.stdout);
     place.run(&format!("{TRAIN} --train_file with.jsonl")).fails(1, &["too many rows", reason]);
     let long = TRAIN.replace("--max_steps 2", "--max_steps 6");
     let skipped = |dir: &str| {

@@ -937,7 +937,7 @@ mod sources {
 
 #[test]
 fn a_launcher_with_several_processes_is_refused_by_commands_that_do_not_divide_their_work() {
-    let args = ["sft", "--model", "m", "--output_dir", "o", "--train_file", "r.jsonl"];
+    let args = ["score", "--model", "m", "--output", "o", "--input", "r.jsonl"];
     for [size, rank] in [["WORLD_SIZE", "RANK"], ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"]] {
         let output = run_in(Path::new("."), &[(size, "2"), (rank, "0")], &args);
         let error = String::from_utf8(output.stderr).unwrap();
@@ -953,6 +953,32 @@ fn a_launcher_with_several_processes_is_refused_by_commands_that_do_not_divide_t
     let output = run_in(dir.path(), &[("WORLD_SIZE", "1"), ("HF_HUB_OFFLINE", "1")], &args);
     assert!(!String::from_utf8(output.stderr).unwrap().contains("launcher"));
     assert!(run_in(Path::new("."), &[("WORLD_SIZE", "2")], &["rewards", "list"]).status.success());
+}
+
+/// Rows of a file are divided over processes, and a prompt is not.
+#[test]
+fn one_prompt_is_refused_by_several_processes() {
+    let args = ["generate", "--model", "m", "--prompt", "Why?"];
+    let variables = [("OMPI_COMM_WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_RANK", "1")];
+    let divided = ["--nproc_per_node", "2"];
+    for output in [run_in(Path::new("."), &variables, &args), run(&[&args[..], &divided].concat())] {
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{error}");
+        assert!(error.contains("got: `--prompt` and 2 processes"), "{error}");
+    }
+}
+
+/// `accelerate launch` starts one process without GPUs, whatever `--num_processes` says.
+#[test]
+fn a_process_that_accelerate_started_alone_says_so() {
+    let told = |variables: &[(&str, &str)], more: &[&str]| {
+        let args = ["eval", "--model", "m", "--eval_file", "r.jsonl", "--print_config"];
+        stdout(&run_in(Path::new("."), variables, &[&args, more].concat()))
+    };
+    let alone = [("ACCELERATE_MIXED_PRECISION", "no"), ("MASTER_ADDR", "127.0.0.1")];
+    assert!(told(&alone, &[]).contains("--nproc_per_node N"));
+    assert!(!told(&alone[1..], &[]).contains("accelerate"));
+    assert!(!told(&alone, &["--nproc_per_node", "2"]).contains("accelerate"));
 }
 
 #[test]

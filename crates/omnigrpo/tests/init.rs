@@ -279,7 +279,7 @@ fn enough_rows_are_held_out_or_the_file_says_what_few_tell() {
         (39, None),
         (100, Some("val_split_ratio: 0.25 ")),
         (200, Some("val_split_ratio: 0.25 ")),
-        (1000, Some("val_split_ratio: 0.05 ")),
+        (1000, Some("val_split_ratio: 0.053 ")),
         (5000, Some("val_split_ratio: 0.04 ")),
     ] {
         place.write("sums.jsonl", sums(count));
@@ -294,6 +294,8 @@ fn enough_rows_are_held_out_or_the_file_says_what_few_tell() {
         assert_eq!(found.is_some(), line.is_some(), "{count}: {text}");
         assert!(line.is_none_or(|line| found.unwrap().starts_with(line)), "{count}: {found:?}");
         assert_eq!(text.contains("eval_on_start: true"), line.is_some(), "{text}");
+        // Of 200 rows, 150 are trained on, eight in a step.
+        assert_eq!(text.contains("steps of one pass: 19"), count == 200, "{text}");
         // Of 100 rows, 25 are held out. 1.96 · √(2 · ½ · ½ / 25) is 0.28.
         let warned = found.is_some_and(|own| own.contains("only 25 rows") && own.contains("below 28 points"));
         assert_eq!(warned, count == 100, "{found:?}");
@@ -331,9 +333,11 @@ fn a_run_is_prepared_for_a_card_that_is_elsewhere() {
     place
         .run("plan --config omnigrpo.yaml --gpu_memory 24GB --gpu_rates 100")
         .fails(2, &["these are no rates of a GPU", "`rtx-4090`", "165,1008"]);
-    place
-        .run("plan --config omnigrpo.yaml --device cpu --gpu_rates l4")
-        .fails(2, &["`gpu_rates` has no effect in this run", "`l4`", "--gpu_memory"]);
+    for own in ["--gpu_memory 24GB", "--gpu_rates l4"] {
+        place
+            .run(&format!("plan --config omnigrpo.yaml --device cpu {own}"))
+            .fails(2, &["has no effect in this run", "`device` is cpu"]);
+    }
 
     // On a slow card, the run becomes smaller until its first result comes within an hour.
     let slow = format!("{line} --gpu_memory 24GB --gpu_rates 0.00015,0.005");

@@ -1868,7 +1868,7 @@ fn the_console_says_what_is_not_obvious() {
     assert!(!place.run(&format!("{line} --temperature 1")).ok().stderr.contains("sampling at"));
 
     let shown = place.run("data check --model M --train_file rows.jsonl").ok().stdout;
-    assert!(shown.contains("(row 0, id shapes)") && shown.contains("rows count from 0"), "{shown}");
+    assert!(shown.contains("(--row 0, id shapes)") && !shown.contains("count from"), "{shown}");
     let train = "train --model M --train_file rows.jsonl --reward_funcs random --max_steps 1 --max_completion_length 2 --threads 1";
     let shown = place
         .run(&format!("{train} --output_dir one --num_generations 1 --gradient_accumulation_steps 2"))

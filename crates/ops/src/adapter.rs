@@ -21,7 +21,8 @@ use omnigrpo_kernels::dropout::{Mask, mix};
 
 use crate::error::{Error, Result};
 use crate::experts::{ExpertLinear, Routes};
-use crate::linear::{Linear, Onto, Order};
+use crate::linear::{Linear, Onto};
+use crate::order::Order;
 use crate::param::{Param, ParamDtype};
 use crate::pass::Dropout;
 use crate::rows::Rows;

@@ -34,6 +34,8 @@ pub struct DecodeBatch<'a> {
     pub(crate) groups: Vec<DecodeRows<'a>>,
     /// Cache positions of all rows, including padding, in the form that a GPU reads. They are created for the first layer.
     pub(crate) tables: Option<Arc<Decoding>>,
+    /// Addresses of the states of all rows, if the model has recurrent layers.
+    pub(crate) states: Option<Arc<Array>>,
     rows: usize,
 }
 
@@ -41,7 +43,7 @@ impl<'a> DecodeBatch<'a> {
     /// Creates a batch of the rows of these groups.
     pub fn new(groups: Vec<DecodeRows<'a>>) -> Self {
         let rows = groups.iter().map(|group| group.slots.len()).sum();
-        Self { groups, tables: None, rows }
+        Self { groups, tables: None, states: None, rows }
     }
 
     /// Returns the number of rows, including padding.
@@ -51,7 +53,7 @@ impl<'a> DecodeBatch<'a> {
 
     /// Increments the length of every row's slot, after all layers have appended the token.
     pub fn advance(&mut self) {
-        self.tables = None;
+        (self.tables, self.states) = (None, None);
         for group in &mut self.groups {
             group.cache.advance(&group.slots);
         }
@@ -220,6 +222,7 @@ struct Places {
     ids: usize,
     angles: [usize; 2],
     tables: [usize; 4],
+    states: Option<usize>,
     draws: omnigrpo_gpu::DrawPlaces,
 }
 
@@ -247,6 +250,7 @@ impl OnCard {
             let size = DecodingSize::of(cached, heads).rounded(rows);
             (size, Decoding::pack(&mut pack, cached, heads, size))
         });
+        let states = card.state_addresses(&mut batch.groups, rows);
         let draws = DrawSize::of(&from.1, &how).rounded(rows);
         ids.resize(rows, 0);
         let angles = rope.waves().each_ref().map(|angles| {
@@ -258,6 +262,7 @@ impl OnCard {
             ids: pack.add(&ids),
             angles: [0, 1].map(|i| pack.add(&angles[i])),
             tables,
+            states: states.map(|addresses| pack.add(&addresses)),
             draws: Draws::pack(&mut pack, &from.1, draws, &how, from.0, vocab),
         };
         let shape = Shape { decoding, draws };
@@ -277,11 +282,13 @@ impl OnCard {
             let rope = RopeTable::of_waves(rope.half, angles, Host::given((), device, copies));
             let (rope, draws) = (Arc::new(rope), Draws::over(whole, places.draws, draws));
             let tables = Arc::new(Decoding::over(whole, places.tables, decoding));
+            // An entry has two addresses of two words.
+            let states = places.states.map(|at| Arc::new(part(at, 4 * rows)));
             let Met { out, graph, .. } = met;
             batch.rows = rows;
             let mut run = |out: &mut Array| -> Result<(), E> {
                 // Each run starts with these tables, even if an earlier run has changed the batch.
-                batch.tables = Some(Arc::clone(&tables));
+                (batch.tables, batch.states) = (Some(Arc::clone(&tables)), states.clone());
                 let draws = DrawsOf::Card { card, how, draws: &draws, out };
                 let mut of = TokenPass { ids: &ids_of, rope: &rope, batch: &mut *batch, draws, drawn: 0 };
                 pass(&mut of)?;

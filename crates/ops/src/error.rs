@@ -20,12 +20,6 @@ pub enum Error {
         /// Device on which the operation runs.
         expected: crate::Device,
     },
-    /// An operation that GPUs do not support.
-    #[error("{op} is unsupported on a GPU; run the model on the CPU")]
-    Unsupported {
-        /// Name of the operation.
-        op: &'static str,
-    },
     /// A weight that does not support the requested operation.
     #[error("weight {name}: {what}")]
     Weight {

@@ -228,6 +228,16 @@ impl Copy {
         }
     }
 
+    /// Changes the copy on `device` in place by `f`, and returns true. Returns false if there is none, or if somebody else holds it.
+    pub(crate) fn change(&self, device: Device, f: impl FnOnce(&mut Array)) -> bool {
+        let mut copy = self.lock();
+        let Some(there) = copy.as_mut().filter(|there| there.device == device) else { return false };
+        let Some(Weights::Dense(array)) = Arc::get_mut(&mut there.weights) else { return false };
+        f(array);
+        there.newer = true;
+        true
+    }
+
     pub(crate) fn replace(&self, device: Device, array: Array) {
         *self.lock() = Some(There { device, weights: Arc::new(Weights::Dense(array)), newer: true });
     }

@@ -12,7 +12,6 @@ use std::sync::Arc;
 use omnigrpo_gpu::Dtype;
 
 use crate::device::Device;
-use crate::linear::Linear;
 use crate::param::{Param, ParamDtype};
 use crate::rows::{Data, Rows};
 
@@ -225,55 +224,14 @@ pub(crate) fn product<'a>(x: &Rows, mut weights: impl Iterator<Item = &'a Arc<Pa
     }
 }
 
-/// Counts the memory that a GPU needs during products: a copy of `x` in the dtype of the weights, and a widened weight.
-pub(crate) fn factors(x: &Rows, layers: &[Linear]) -> [Option<Span>; 2] {
-    let wanted = layers.first().map_or(Dtype::F32, |layer| factor(layer.weight()));
-    let copy = card().is_some() && wanted != dtype(x);
-    let codes = layers.iter().map(Linear::weight);
-    let codes = codes.filter(|w| card().is_some() && matches!(w.dtype(), ParamDtype::Quantised(_)));
-    let widest = codes.map(|weight| weight.len()).max();
-    [copy.then(|| Span::new(x.len(), wanted)), widest.map(|len| Span::new(len, Dtype::Bf16))]
-}
-
 /// Counts a gradient of the weight if the weight is trained.
 pub(crate) fn reach(param: &Param) {
     param.reach(Device::Outline);
 }
 
-pub(crate) fn reach_layers(layers: &[Linear]) {
-    for layer in layers {
-        reach(layer.weight());
-        layer.bias().into_iter().for_each(|bias| reach(bias));
-    }
-}
-
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::linear::{Linear, PackedLinear};
-    use crate::norm::Norm;
-    use crate::pass::Pass;
-    use crate::{Device, Part};
-
-    /// The norm with a bf16 weight reads f32 rows and begins the bf16 part of a block, which ends with the residual stream.
-    #[test]
-    fn a_card_stores_what_follows_a_norm_in_bf16() {
-        let weight = |shape: &[usize]| Arc::new(Param::outline("w", Part::Llm, shape, ParamDtype::Bf16));
-        let layer = Linear::new(weight(&[6, 8]), None).unwrap();
-        let norm = Norm::Rms { weight: weight(&[8]), eps: 1e-6 };
-        let run = || {
-            let linear = PackedLinear::new(&[&layer], &Pass { device: Device::Outline, ..Pass::default() });
-            let x = Rows::zeros(Device::Outline, 4, 8);
-            let normed = norm.forward(&x).unwrap().0;
-            let (y, of_stream) = (linear.forward(&normed).unwrap(), linear.forward(&x).unwrap());
-            let onto = linear.forward_onto(&of_stream, &normed).unwrap();
-            [&x, &normed, &y, &of_stream, &onto].map(Rows::num_bytes)
-        };
-        assert_eq!(run(), [128, 128, 96, 96, 96]);
-        assert_eq!(on_card(true, run), [128, 64, 48, 96, 96]);
-        assert!(!is_on_card());
-    }
 
     #[test]
     fn an_arena_keeps_a_block_for_each_size() {

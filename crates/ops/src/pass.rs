@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::device::Device;
 use crate::error::Result;
 use crate::experts::{RouterLoss, SameExperts};
-use crate::linear::Order;
+use crate::order::Order;
 
 /// Settings of one pass through a model, which are passed down by reference.
 #[derive(Clone, Debug, Default)]

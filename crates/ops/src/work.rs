@@ -24,14 +24,17 @@ use omnigrpo_kernels::sample::{DrawFrom, Sampler};
 
 use crate::activation::Nonlinearity;
 use crate::attention::GroupCache;
-use crate::attention::{AttentionHeads, Layout};
+use crate::attention::{AttentionHeads, Layout, Turn};
+use crate::backend::Backend;
 use crate::decode::{DecodeBatch, DecodeRows};
-use crate::device::{Backend, Device};
+use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::head::Targets;
-use crate::linear::{Linear, Onto, Order};
+use crate::host::Host;
+use crate::linear::{Linear, Onto};
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
+use crate::order::Order;
 use crate::param::{Param, ParamDtype, Part, Values};
 use crate::recurrent::DeltaHeads;
 use crate::rope::RopeTable;
@@ -535,7 +538,7 @@ fn norm(rows: usize, dim: usize, back: bool) -> Result<f64> {
 fn delta(rows: usize, heads: DeltaHeads, back: bool) -> Result<f64> {
     let (cpu, measured) = (Device::Cpu.backend(), rows.min(MEASURED_ROWS));
     let (qkv, gates) = (noise(measured, heads.packed_width()), decays(measured, heads));
-    let (segments, scale) = (Segments::one(measured), rows as f64 / measured.max(1) as f64);
+    let (segments, scale) = (Host::new(Segments::one(measured)), rows as f64 / measured.max(1) as f64);
     let (out, states) = cpu.delta(&qkv, &gates, &segments, heads)?;
     Ok(scale
         * timed(|| match back {
@@ -626,7 +629,7 @@ fn cached(
     let mut turn = 0;
     Ok(timed(|| {
         turn += 1;
-        drop(black_box(cpu.attend_cached(&qkv, turn % layers, &mut batch, heads)));
+        drop(black_box(cpu.attend_cached(&qkv, turn % layers, &mut batch, heads, Turn::default())));
     }))
 }
 

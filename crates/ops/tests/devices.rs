@@ -10,7 +10,7 @@ use omnigrpo_ops::{
     DecodeRows, DeltaGates, DeltaHeads, Device, DrawFrom, Dropout, ExpertLinear, GatedNorm, GroupCache,
     Linear, Moments, Norm, OUTSIDE, Op, Order, PackedLinear, Param, ParamDtype, Part, Pass, Patches,
     QuantBits, QuantMatrix, Result, RopeTable, RouterLoss, Routes, RowMix, Rows, Sampler, StateSizes, Step,
-    Tape, Targets, Top, Values, Var, embed, embed_backward, squares,
+    Tape, Targets, Top, Turn, Values, Var, embed, embed_backward, squares,
 };
 
 /// Opens the emulator, or the GPU that `OMNIGRPO_TEST_CARD` names (tools/gpu/first-contact).
@@ -165,29 +165,6 @@ fn check(
 ) {
     let params = params.iter().map(|&p| Arc::clone(p)).collect();
     Case { name: name.into(), inputs, params, run: &run }.check(devices());
-}
-
-/// Checks an operation that GPUs refuse.
-fn check_without_gpus(
-    name: impl Into<String>,
-    inputs: &[(usize, usize)],
-    params: &[&Arc<Param>],
-    run: impl Fn(&mut Tape, &Pass, &[Var]) -> Result<Var>,
-) {
-    let params = params.iter().map(|&p| Arc::clone(p)).collect();
-    let case = Case { name: name.into(), inputs, params, run: &run };
-    let (gpus, others) = devices().into_iter().partition(|device| matches!(device, Device::Gpu(_)));
-    case.check(others);
-    for device in gpus {
-        let rows = |&(r, c): &(usize, usize)| Var::constant(Rows::zeros(device, r, c));
-        let x: Vec<Var> = inputs.iter().map(rows).collect();
-        let refused = run(&mut Tape::off(), &Pass::on(device), &x).unwrap_err().to_string();
-        assert!(
-            refused.contains("is unsupported on a GPU") && refused.contains("CPU"),
-            "{}: {refused}",
-            case.name
-        );
-    }
 }
 
 /// Widths: one, a pair, odd ones, more than a vector and more than a cache line of values.
@@ -769,11 +746,11 @@ fn attention_over_a_cache() {
                     .map(|(cache, slots)| DecodeRows { cache, slots: slots.clone() })
                     .collect();
                 let mut batch = DecodeBatch::new(groups);
-                got.push(heads.attend_cached(&rows(3, 10 + step), 0, &mut batch).unwrap());
+                got.push(heads.attend_cached(&rows(3, 10 + step), 0, &mut batch, Turn::default()).unwrap());
                 batch.advance();
             }
             let mut full = DecodeBatch::new(vec![DecodeRows { cache: &mut caches[0], slots: vec![0] }]);
-            assert!(heads.attend_cached(&rows(1, 1), 0, &mut full).is_err());
+            assert!(heads.attend_cached(&rows(1, 1), 0, &mut full, Turn::default()).is_err());
             assert!(caches[1].check_room(1, 1).is_err() && caches[1].check_room(0, 3).is_ok());
             assert!(caches[1].check_room(0, 4).is_err());
             for (row, prompt) in [(0, prompts[0]), (1, prompts[0]), (2, prompts[1])] {
@@ -824,7 +801,9 @@ fn rows_that_extend_a_cache() {
             let decode = |cache: &mut GroupCache, slot: usize, seed: u32| {
                 let mut batch = DecodeBatch::new(vec![DecodeRows { cache, slots: vec![slot] }]);
                 let each = [0, 1].map(|layer| {
-                    heads.attend_cached(&rows(1, seed + layer), layer as usize, &mut batch).unwrap()
+                    heads
+                        .attend_cached(&rows(1, seed + layer), layer as usize, &mut batch, Turn::default())
+                        .unwrap()
                 });
                 batch.advance();
                 each
@@ -1591,7 +1570,10 @@ fn mismatches_are_errors_not_panics() {
     let other = AttentionHeads { q: 2, kv: 3, dim: 2 };
     for (heads, layer, x) in [(heads, 0, rows(1, 16)), (heads, 2, twin(1)), (other, 1, twin(1))] {
         let mut group = DecodeBatch::new(vec![DecodeRows { cache: &mut cache, slots: vec![0] }]);
-        assert!(heads.attend_cached(&x, layer, &mut group).is_err(), "layer {layer} of {heads:?}");
+        assert!(
+            heads.attend_cached(&x, layer, &mut group, Turn::default()).is_err(),
+            "layer {layer} of {heads:?}"
+        );
     }
     // Weights that are only outlines.
     let outline = |shape: &[usize]| Arc::new(Param::outline("w", Part::Llm, shape, ParamDtype::F32));
@@ -1733,7 +1715,9 @@ fn mixed_devices([own, other]: [Device; 2]) {
                 cache.write_prompt(0, &rows(on(0), heads.packed_width()), heads)?;
                 let group = DecodeRows { cache: &mut cache, slots: vec![0, 1, 2, 3] };
                 let mut batch = DecodeBatch::new(vec![group]);
-                heads.attend_cached(&rows(on(1), heads.packed_width()), 0, &mut batch).map(drop)
+                heads
+                    .attend_cached(&rows(on(1), heads.packed_width()), 0, &mut batch, Turn::default())
+                    .map(drop)
             }),
         ),
         (
@@ -1881,7 +1865,7 @@ fn causal_convolutions() {
             let weight = param("conv", &[c, 1, taps], 1);
             let layer = CausalConv::new(Arc::clone(&weight)).unwrap();
             let name = format!("causal convolution of {t}×{c} under {taps} taps");
-            check_without_gpus(name, &[(t, c)], &[&weight], |tape, _, x| {
+            check(name, &[(t, c)], &[&weight], |tape, _, x| {
                 let (layer, layout) =
                     ((layer.clone(), layer.clone()), (Arc::clone(&layout), Arc::clone(&layout)));
                 let forward = move |[x]: [&Rows; 1]| layer.0.forward(x, &layout.0);
@@ -1897,7 +1881,7 @@ fn gates_of_the_delta_rule() {
     for (t, heads) in [(1, 1), (5, 3), (70, 16)] {
         let layer = DeltaGates { a_log: param("a", &[heads], 1), dt_bias: param("dt", &[heads], 2) };
         let params = [&layer.a_log, &layer.dt_bias];
-        check_without_gpus(format!("{heads} gates of {t} rows"), &[(t, 2 * heads)], &params, |tape, _, x| {
+        check(format!("{heads} gates of {t} rows"), &[(t, 2 * heads)], &params, |tape, _, x| {
             let (own, again) = (layer.clone(), layer.clone());
             let forward = move |[x]: [&Rows; 1]| own.forward(x);
             let backward =
@@ -1926,7 +1910,7 @@ fn delta_rules() {
             DeltaHeads { key: 2, value: 4, key_dim: 4, value_dim: 7 },
         ] {
             let inputs = [(t, heads.packed_width()), (t, 2 * heads.value)];
-            check_without_gpus(format!("{heads:?} over {t} rows"), &inputs, &[], |tape, _, x| {
+            check(format!("{heads:?} over {t} rows"), &inputs, &[], |tape, _, x| {
                 let (own, again) = (Arc::clone(&layout), Arc::clone(&layout));
                 let forward = move |[qkv, gates]: [&Rows; 2]| {
                     Ok(heads.forward(qkv, &gates_of(gates, heads.value), &own)?.0)
@@ -1948,20 +1932,15 @@ fn gated_norms() {
     for (t, heads, d) in [(0, 2, 3), (1, 1, 1), (5, 3, 7), (70, 2, 33)] {
         let norm = GatedNorm { weight: param("w", &[d], 1), eps: 1e-2 };
         let (n, params) = (heads * d, [&norm.weight]);
-        check_without_gpus(
-            format!("gated norm of {t}×{heads}×{d}"),
-            &[(t, n), (t, n)],
-            &params,
-            |tape, _, x| {
-                let (own, again) = (norm.clone(), norm.clone());
-                let forward = move |[x, gate]: [&Rows; 2]| Ok(own.forward(x, gate)?.0);
-                let backward = move |[x, gate]: [&Rows; 2], dy: &Rows| {
-                    let stats = again.forward(x, gate)?.1;
-                    again.backward(x, gate, &stats, dy)
-                };
-                tape.apply(Of(forward, backward), [&x[0], &x[1]])
-            },
-        );
+        check(format!("gated norm of {t}×{heads}×{d}"), &[(t, n), (t, n)], &params, |tape, _, x| {
+            let (own, again) = (norm.clone(), norm.clone());
+            let forward = move |[x, gate]: [&Rows; 2]| Ok(own.forward(x, gate)?.0);
+            let backward = move |[x, gate]: [&Rows; 2], dy: &Rows| {
+                let stats = again.forward(x, gate)?.1;
+                again.backward(x, gate, &stats, dy)
+            };
+            tape.apply(Of(forward, backward), [&x[0], &x[1]])
+        });
     }
 }
 
@@ -1979,12 +1958,7 @@ fn decoding_continues_the_state_of_a_prompt() {
     let attention = AttentionHeads { q: 1, kv: 1, dim: 2 };
     for device in devices() {
         let cache = GroupCache::new(device, 1, attention, prompt, 3, own).unwrap();
-        let cache = cache.with_states(layers, sizes);
-        if let Device::Gpu(_) = device {
-            assert_eq!(cache.err().unwrap().kind(), std::io::ErrorKind::Unsupported, "{device}");
-            continue;
-        }
-        let mut cache = cache.unwrap();
+        let mut cache = cache.with_states(layers, sizes).unwrap();
         let x = Rows::upload(device, noise(t * c, 2), t, c).unwrap();
         let gates = gates_of(&Rows::upload(device, noise(t * n, 3), t, n).unwrap(), heads.value);
         let whole = |x: &Rows, gates: &Rows, layout: &omnigrpo_ops::Layout| {

@@ -384,7 +384,7 @@ impl<'a> Generator<'a> {
     }
 
     fn rules(&self) -> Rules<'a> {
-        Rules { params: self.params, stops: self.stops, tokenizer: self.tokenizer }
+        Rules { params: self.params, stops: self.stops, tokenizer: self.tokenizer, skip_special: true }
     }
 
     /// Appends the drawn tokens to their completions.

@@ -28,5 +28,5 @@ pub use environment::{
 pub use error::{Result, RolloutError};
 pub use generate::{GenerateOptions, Generated, Generator, MAX_LIVE, Request, TokenEvent};
 pub use sample::{SampleKey, SamplingParams, TurnLimits};
-pub use session::{Job, Session, Step, Token};
+pub use session::{Job, Scored, Session, Step, Token};
 pub use zoom::{BoxUnit, ENVIRONMENTS, Zoom, environment, store_picture};

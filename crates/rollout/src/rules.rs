@@ -14,6 +14,8 @@ pub(crate) struct Rules<'a> {
     pub(crate) params: &'a SamplingParams,
     pub(crate) stops: &'a StopSet,
     pub(crate) tokenizer: &'a Tokenizer,
+    /// True if control tokens are no part of the text.
+    pub(crate) skip_special: bool,
 }
 
 impl<'a> Rules<'a> {
@@ -61,13 +63,18 @@ impl<'a> Rules<'a> {
         done.finish_reason == FinishReason::Stop || done.ids.len() >= self.params.max_completion_length
     }
 
-    /// Decodes completion ids to text without control tokens, truncated before a stop string.
+    /// Decodes completion ids to text, truncated before a stop string. A stop token at the end is no part of it, even where other
+    /// control tokens are.
     pub(crate) fn text_of(&self, ids: &[u32]) -> Result<String> {
+        let ids = match ids.split_last() {
+            Some((last, said)) if !self.skip_special && self.stops.is_stop(*last) => said,
+            _ => ids,
+        };
         if self.stops.strings.is_empty() {
-            return Ok(self.tokenizer.decode(ids, true)?);
+            return Ok(self.tokenizer.decode(ids, self.skip_special)?);
         }
         let mut matcher = StopMatcher::new(self.stops);
-        let mut decoder = StreamDecoder::new(true);
+        let mut decoder = StreamDecoder::new(self.skip_special);
         let mut text = String::new();
         for &id in ids {
             text.push_str(&decoder.push(self.tokenizer, id));

@@ -8,14 +8,17 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use omnigrpo_models::{Model, Prompt};
-use omnigrpo_ops::{DecodeBatch, DecodeRows, GroupCache, Rows};
+use omnigrpo_models::{GroupStream, Model, PackedStream, Prompt};
+use omnigrpo_ops::{DecodeBatch, DecodeRows, GroupCache, Rows, Top};
 use omnigrpo_text::{StopMatcher, StopSet, Tokenizer};
 
 use crate::completion::{Completion, FinishReason};
 use crate::error::{Result, RolloutError};
 use crate::rules::{Rules, prefill};
 use crate::sample::{SampleKey, SamplingParams};
+
+/// Log-probability of a token in nats, and the most probable tokens in its place with theirs.
+pub type Scored = (f32, Vec<(u32, f32)>);
 
 /// A prompt with the parameters of its completions.
 #[derive(Clone, Debug)]
@@ -30,6 +33,14 @@ pub struct Job {
     pub stops: StopSet,
     /// Number of the most probable tokens to report at each place.
     pub top_logprobs: usize,
+    /// True if control tokens are no part of the text.
+    pub skip_special: bool,
+}
+
+impl Job {
+    fn rules<'a>(&'a self, tokenizer: &'a Tokenizer) -> Rules<'a> {
+        Rules { params: &self.params, stops: &self.stops, tokenizer, skip_special: self.skip_special }
+    }
 }
 
 /// A drawn token.
@@ -87,7 +98,8 @@ impl Sequence {
 ///     let stops = prompts.stops().clone();
 ///     let params = SamplingParams::greedy();
 ///     let mut session = Session::new(model, prompts.tokenizer());
-///     let mut step = session.admit(Job { prompt: Arc::new(prompt), num_samples: 1, params, stops, top_logprobs: 0 })?.1;
+///     let job = Job { prompt: Arc::new(prompt), num_samples: 1, params, stops, top_logprobs: 0, skip_special: true };
+///     let mut step = session.admit(job)?.1;
 ///     while session.in_flight() > 0 {
 ///         step = session.step()?;
 ///     }
@@ -140,6 +152,41 @@ impl<'a> Session<'a> {
         self.live.insert(number, Live { job, cache, sequences });
         self.retire();
         Ok((number, step))
+    }
+
+    /// Returns the log-probability of each token of a text prompt after its first under softmax(logits), in nats, and the `top` most
+    /// probable tokens in its place. A token among them has the same number there.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails or a log-probability is not finite.
+    pub fn score(&self, prompt: &Prompt, top: usize) -> Result<Vec<Scored>> {
+        if prompt.ids.len() < 2 {
+            return Ok(Vec::new());
+        }
+        let start = Prompt {
+            ids: prompt.ids[..1].to_vec(),
+            positions: prompt.positions[..1].to_vec(),
+            next_position: 1,
+            ..prompt.clone()
+        };
+        let stream =
+            PackedStream::new(&[GroupStream { prompt: &start, completions: vec![&prompt.ids[1..]] }])?;
+        let top = Top { k: top, below: self.model.decoder().config().vocab };
+        let scores = self.model.score_top(&stream, &[Vec::new()], 1.0, top)?;
+        let k = scores.top.k;
+        let each = scores.logprobs.iter().zip(&prompt.ids[1..]).enumerate();
+        each.map(|(at, (&logprob, &id))| {
+            if logprob.is_nan() {
+                return Err(RolloutError::NonFinite { row: 0, sample: 0, token: at + 1 });
+            }
+            let own = at * k..(at + 1) * k;
+            let top =
+                scores.top.tokens[own.clone()].iter().copied().zip(scores.top.logprobs[own].iter().copied());
+            let top: Vec<(u32, f32)> = top.collect();
+            let logprob = top.iter().find(|most| most.0 == id).map_or(logprob, |most| most.1);
+            Ok((logprob, top))
+        })
+        .collect()
     }
 
     /// Removes a job. Its completions end without a last token.
@@ -195,7 +242,7 @@ impl<'a> Session<'a> {
     /// Removes completions that are over, and jobs that have none left.
     fn retire(&mut self) {
         self.live.retain(|_, live| {
-            let rules = Rules { params: &live.job.params, stops: &live.job.stops, tokenizer: self.tokenizer };
+            let rules = live.job.rules(self.tokenizer);
             live.sequences.retain(|sequence| !rules.is_over(&sequence.done));
             !live.sequences.is_empty()
         });
@@ -209,7 +256,7 @@ impl<'a> Session<'a> {
         sequences: impl Iterator<Item = &'s mut Sequence>,
         logits: Rows,
     ) -> Result<Vec<Token>> {
-        let rules = Rules { params: &job.params, stops: &job.stops, tokenizer: self.tokenizer };
+        let rules = job.rules(self.tokenizer);
         let sequences: Vec<&mut Sequence> = sequences.collect();
         let tops = match job.top_logprobs {
             0 => vec![Vec::new(); sequences.len()],

@@ -50,6 +50,16 @@ impl Setup {
         Row { prompt, features, row }
     }
 
+    fn generator<'a>(
+        &'a self,
+        params: &'a SamplingParams,
+        stops: &'a StopSet,
+        max_live: usize,
+    ) -> Generator<'a> {
+        let (model, tokenizer) = (&self.model, &self.tokenizer);
+        Generator { model, tokenizer, stops, params, max_live, prompts: None, interaction: None }
+    }
+
     fn generate(
         &self,
         rows: &[&Row],
@@ -61,24 +71,13 @@ impl Setup {
         let requests: Vec<Request> = rows
             .iter()
             .map(|row| Request {
-                prompt: &row.prompt,
-                features: &row.features,
                 num_samples,
                 rollout: 5,
                 row: row.row,
-                first_sample: 0,
-                sample: None,
+                ..Request::new(&row.prompt, &row.features)
             })
             .collect();
-        let generator = Generator {
-            model: &self.model,
-            tokenizer: &self.tokenizer,
-            stops,
-            params,
-            max_live,
-            prompts: None,
-            interaction: None,
-        };
+        let generator = self.generator(params, stops, max_live);
         completions(generator.generate(requests, GenerateOptions::default()).unwrap())
     }
 }
@@ -264,17 +263,9 @@ fn a_rollout_can_be_differentiated() {
             .map(|row| Request { num_samples: 3, row: row.row, ..Request::new(&row.prompt, &row.features) })
             .collect();
         let prompt_rows: usize = rows.iter().map(|row| row.prompt.ids.len()).sum();
-        let (params, tokenizer) = (sampled(16), &setup.tokenizer);
+        let params = sampled(16);
         // Some rows wait for others, and completions end at different times.
-        let generator = Generator {
-            model,
-            tokenizer,
-            stops: &stops,
-            params: &params,
-            max_live: 6,
-            prompts: None,
-            interaction: None,
-        };
+        let generator = setup.generator(&params, &stops, 6);
         for (outputs_only, room) in [(false, prompt_rows + 9 * 15), (true, 4096), (false, prompt_rows + 20)] {
             let mut memory = DecoderMemory::new(room, outputs_only);
             let options = GenerateOptions { memory: Some(&mut memory), on_token: None, experts: false };
@@ -336,15 +327,7 @@ fn training_knows_the_experts_of_the_rollout() {
         };
         let request = Request { num_samples: 3, ..Request::new(&row.prompt, &row.features) };
         let (params, stops) = (sampled(12), StopSet::default());
-        let generator = Generator {
-            model,
-            tokenizer: &setup.tokenizer,
-            stops: &stops,
-            params: &params,
-            max_live: 3,
-            prompts: None,
-            interaction: None,
-        };
+        let generator = setup.generator(&params, &stops, 3);
         let mut memory = DecoderMemory::new(4096, false);
         let options = GenerateOptions { memory: Some(&mut memory), on_token: None, experts: true };
         let group = completions(generator.generate([request], options).unwrap()).remove(0);
@@ -580,28 +563,8 @@ fn a_gpu_out_of_memory_reports_it() {
     let setup = Setup::on("qwen2_5_vl_tied", WeightDtype::Auto, Device::Gpu(card));
     let row = setup.row("A", 0);
     let (params, stops) = (sampled(64), StopSet::default());
-    let requests = vec![
-        Request {
-            prompt: &row.prompt,
-            features: &row.features,
-            num_samples: 8,
-            rollout: 0,
-            row: 0,
-            first_sample: 0,
-            sample: None,
-        };
-        40
-    ];
-    let Setup { model, tokenizer } = &setup;
-    let generator = Generator {
-        model,
-        tokenizer,
-        stops: &stops,
-        params: &params,
-        max_live: 320,
-        prompts: None,
-        interaction: None,
-    };
+    let requests = vec![Request { num_samples: 8, ..Request::new(&row.prompt, &row.features) }; 40];
+    let generator = setup.generator(&params, &stops, 320);
     let error = generator.generate(requests, GenerateOptions::default()).unwrap_err().to_string();
     assert!(error.contains("out of GPU memory") && error.contains("of 900000 free"), "{error}");
     assert!(error.contains("max_stream_tokens") && !error.contains("not finite"), "{error}");
@@ -725,25 +688,10 @@ fn samples_of_a_group_differ_and_keys_decide() {
     let row = setup.row("C", 1);
     let run = |rollout: u64, row_index: u64, seed: u64| {
         let params = SamplingParams { seed, ..sampled(12) };
-        let request = Request {
-            prompt: &row.prompt,
-            features: &row.features,
-            num_samples: 4,
-            rollout,
-            row: row_index,
-            first_sample: 0,
-            sample: None,
-        };
+        let request =
+            Request { num_samples: 4, rollout, row: row_index, ..Request::new(&row.prompt, &row.features) };
         let stops = StopSet::default();
-        let generator = Generator {
-            model: &setup.model,
-            tokenizer: &setup.tokenizer,
-            stops: &stops,
-            params: &params,
-            max_live: 64,
-            prompts: None,
-            interaction: None,
-        };
+        let generator = setup.generator(&params, &stops, 64);
         generator.generate([request], GenerateOptions::default()).unwrap().remove(0).completions
     };
     let first = run(0, 0, 0);
@@ -864,15 +812,7 @@ fn control_tokens_are_not_text() {
     let row = setup.row("B", 0);
     let stops = StopSet { ids: vec![298], ..StopSet::default() };
     let params = sampled(4);
-    let generator = Generator {
-        model: &setup.model,
-        tokenizer: &setup.tokenizer,
-        stops: &stops,
-        params: &params,
-        max_live: 4,
-        prompts: None,
-        interaction: None,
-    };
+    let generator = setup.generator(&params, &stops, 4);
     let ids = [setup.tokenizer.encode_text("two boxes").unwrap(), vec![298]].concat();
     assert_eq!(generator.text_of(&ids).unwrap(), "two boxes");
     assert_eq!(row.prompt.spans.len(), 0);
@@ -908,26 +848,10 @@ fn events_report_every_token_in_order() {
     let rows = [setup.row("B", 0), setup.row("C", 1)];
     let requests: Vec<Request> = rows
         .iter()
-        .map(|row| Request {
-            prompt: &row.prompt,
-            features: &row.features,
-            num_samples: 2,
-            rollout: 0,
-            row: row.row,
-            first_sample: 0,
-            sample: None,
-        })
+        .map(|row| Request { num_samples: 2, row: row.row, ..Request::new(&row.prompt, &row.features) })
         .collect();
     let (params, stops) = (sampled(9), StopSet { ids: vec![90, 150], ..StopSet::default() });
-    let generator = Generator {
-        model: &setup.model,
-        tokenizer: &setup.tokenizer,
-        stops: &stops,
-        params: &params,
-        max_live: 2,
-        prompts: None,
-        interaction: None,
-    };
+    let generator = setup.generator(&params, &stops, 2);
     let mut seen: BTreeMap<(usize, usize), Vec<(u32, bool)>> = BTreeMap::new();
     let mut on_token = |TokenEvent { request, sample, id, last }| {
         seen.entry((request, sample)).or_default().push((id, last));
@@ -950,25 +874,9 @@ fn diverged_weights_are_named_not_sampled() {
     let row = setup.row("B", 4);
     let norm = setup.model.params().iter().find(|p| p.name() == "model.norm.weight").unwrap();
     norm.store(&vec![f32::NAN; norm.len()]).unwrap();
-    let request = Request {
-        prompt: &row.prompt,
-        features: &row.features,
-        num_samples: 2,
-        rollout: 0,
-        row: row.row,
-        first_sample: 0,
-        sample: None,
-    };
+    let request = Request { num_samples: 2, row: row.row, ..Request::new(&row.prompt, &row.features) };
     let (params, stops) = (sampled(4), StopSet::default());
-    let generator = Generator {
-        model: &setup.model,
-        tokenizer: &setup.tokenizer,
-        stops: &stops,
-        params: &params,
-        max_live: 2,
-        prompts: None,
-        interaction: None,
-    };
+    let generator = setup.generator(&params, &stops, 2);
     let message = generator.generate([request], GenerateOptions::default()).unwrap_err().to_string();
     assert!(message.starts_with("token 0 of sample 0 of row 4"), "{message}");
 }

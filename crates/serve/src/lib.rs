@@ -1,4 +1,5 @@
-//! An endpoint for OpenAI's clients: chat completions of a model, with pictures, clips, sounds and calls of tools.
+//! An endpoint for OpenAI's clients: answers of a model to conversations, with pictures, clips, sounds and calls of tools, and texts
+//! that it continues.
 //!
 //! The HTTP server refuses requests by their heads. Its handlers check bodies, and threads that prepare requests load media and render
 //! prompts. The thread that calls [`Server::run`] decodes the completions of all requests in one [`Session`]: a request joins while
@@ -37,7 +38,7 @@ use error::Refusal;
 use metrics::Metrics;
 use prepare::{Queue, Room, Unprepared};
 use reply::{Reply, Sink};
-use request::ChatRequest;
+use request::{Body, Kind};
 
 /// Largest body of a request, and of the bodies of all requests together, bytes.
 const MAX_BODY_BYTES: (usize, u64) = (64 << 20, 1 << 30);
@@ -59,6 +60,10 @@ const LARGE_BYTES: usize = 1 << 20;
 const TRIM_EVERY: Duration = Duration::from_secs(2);
 /// Longest time in which requests in progress are completed after the request to stop.
 const LAST: Duration = Duration::from_secs(20);
+
+/// Addresses of completions.
+const CHATS: &str = "/v1/chat/completions";
+const TEXTS: &str = "/v1/completions";
 
 /// Header fields of every response.
 static FIELDS: [(HeaderName, &str); 2] = [(X_CONTENT_TYPE_OPTIONS, "nosniff"), (CACHE_CONTROL, "no-store")];
@@ -284,18 +289,42 @@ impl Engine<'_> {
     fn admit(&mut self, arrival: Arrival) {
         self.app.leave_queue(&arrival);
         let Arrival { job, mut reply, .. } = arrival;
+        let (tokenizer, prompt) = (self.app.settings.prompts.tokenizer(), Arc::clone(&job.prompt));
+        let form = &reply.form;
+        let (scored, wanted) = (form.echo && form.logprobs, !form.echo_only);
         // A panic concerns this request alone: its job is not in the session yet.
-        let admitted = guarded(|| self.session.admit(job));
+        let admitted = guarded(|| {
+            let scores = if scored { self.session.score(&prompt, job.top_logprobs)? } else { Vec::new() };
+            let admitted = if wanted { Some(self.session.admit(job)?) } else { None };
+            Ok::<_, RolloutError>((scores, admitted))
+        });
         match admitted {
-            Ok(Ok((number, step))) => {
+            Ok(Ok((scores, admitted))) => {
                 self.app.metrics.prompt_tokens.fetch_add(reply.prompt_tokens as u64, Relaxed);
                 self.app.metrics.first_token(reply.since.elapsed());
-                self.running.insert(number, reply);
-                self.deliver(step);
+                if reply.form.echo {
+                    reply.begin_with(tokenizer, &prompt, &scores);
+                }
+                match admitted {
+                    Some((number, step)) => {
+                        self.running.insert(number, reply);
+                        self.deliver(step);
+                    }
+                    None => {
+                        reply.end();
+                        self.complete(&mut reply);
+                    }
+                }
             }
             Ok(Err(error)) => self.app.fail(&mut reply, &error),
             Err(_) => self.app.fail(&mut reply, &Panicked),
         }
+    }
+
+    fn complete(&self, reply: &mut Reply) {
+        reply.finish();
+        self.app.has_freed.fetch_or(reply.is_large, Relaxed);
+        self.app.metrics.finish(reply.since.elapsed());
     }
 
     /// Passes tokens to their responses.
@@ -306,11 +335,10 @@ impl Engine<'_> {
             let Some(reply) = self.running.get_mut(&job) else { continue };
             reply.take(prompts.tokenizer(), token, token.end.is_some() && prompts.stops().is_stop(id));
             self.app.metrics.completion_tokens.fetch_add(1, Relaxed);
-            if reply.is_complete() {
-                reply.finish();
-                self.app.has_freed.fetch_or(reply.is_large, Relaxed);
-                self.app.metrics.finish(reply.since.elapsed());
-                self.running.remove(&job);
+            if reply.is_complete()
+                && let Some(mut reply) = self.running.remove(&job)
+            {
+                self.complete(&mut reply);
             }
         }
         for (job, error) in failed {
@@ -353,7 +381,9 @@ impl Service for Serving {
     }
 
     fn answer(&self, request: &Request) -> Answer {
-        let answer = self.0.chat(request.body()).unwrap_or_else(|refusal| self.0.refuse(request, &refusal));
+        let kind = if request.path() == TEXTS { Kind::Text } else { Kind::Chat };
+        let answer = self.0.complete(kind, request.body());
+        let answer = answer.unwrap_or_else(|refusal| self.0.refuse(request, &refusal));
         self.0.has_freed.fetch_or(request.body().len() >= LARGE_BYTES, Relaxed);
         answer
     }
@@ -378,8 +408,8 @@ impl App {
             false => Ok(Some(Answer::new(200, "application/json", value.to_string()))),
         };
         match head.path() {
-            "/v1/chat/completions" if head.is_post() => self.check_room().map(|()| None),
-            "/v1/chat/completions" => {
+            CHATS | TEXTS if head.is_post() => self.check_room().map(|()| None),
+            CHATS | TEXTS => {
                 let refusal = Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "this address takes POST");
                 Ok(Some(refusal.answer().with(ALLOW, "POST")))
             }
@@ -442,17 +472,17 @@ impl App {
     }
 
     /// Checks the body of a request, and leaves its media to the threads that prepare.
-    fn chat(self: &Arc<Self>, body: &[u8]) -> Result<Answer, Refusal> {
+    fn complete(self: &Arc<Self>, kind: Kind, body: &[u8]) -> Result<Answer, Refusal> {
         let since = Instant::now();
         self.check_room()?;
-        let chat = ChatRequest::parse(body)?;
-        if let Some(model) = chat.model.as_ref().filter(|model| **model != self.name) {
+        let asked = Body::parse(kind, body)?;
+        if let Some(model) = asked.model().filter(|model| *model != self.name) {
             let why = format!("the model `{model}` does not exist; this server has `{}`", self.name);
             return Err(Refusal { status: StatusCode::NOT_FOUND, ..Refusal::of("model", why) });
         }
         let random = || token().map_err(|e| Refusal::new(StatusCode::SERVICE_UNAVAILABLE, e.to_string()));
         let seed = random()?.bytes().fold(0u64, |seed, byte| seed.rotate_left(5) ^ u64::from(byte));
-        let (id, plan) = (random()?, chat.plan(&self.settings, seed)?);
+        let (id, plan) = (random()?, asked.plan(&self.settings, seed)?);
         let is_large = body.len() >= LARGE_BYTES || plan.has_media();
         let ((answer, sender), errand) = (Answer::later(), Errand::default());
         let (own, ends) = (Arc::clone(self), errand.clone());
@@ -502,9 +532,10 @@ impl App {
             Sink::Whole(Some(sender))
         };
         let created = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
+        let prefix = if form.kind == Kind::Chat { "chatcmpl" } else { "cmpl" };
         let mut reply = Reply::new(
             (form, sink),
-            format!("chatcmpl-{id}"),
+            format!("{prefix}-{id}"),
             (self.name.clone(), created),
             (job.prompt.ids.len(), bytes),
             (job.num_samples, job.stops.strings.clone()),

@@ -3,13 +3,14 @@
 use std::time::Instant;
 
 use omnigrpo_http::Answer;
+use omnigrpo_models::Prompt;
 use omnigrpo_rollout::{FinishReason, Token};
 use omnigrpo_text::{StreamDecoder, Tokenizer, ToolCall, split_calls};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use tokio::sync::{mpsc::UnboundedSender, oneshot};
 
 use crate::error::Refusal;
-use crate::request::Form;
+use crate::request::{Form, Kind};
 
 /// Recipient of a response.
 pub(crate) enum Sink {
@@ -36,6 +37,8 @@ pub(crate) struct Reply {
     /// Texts that end a completion.
     stops: Vec<String>,
     choices: Vec<Choice>,
+    /// The prompt, if the text begins with it, and the log-probabilities of its tokens.
+    echo: (String, Vec<Value>),
 }
 
 /// One completion.
@@ -47,6 +50,8 @@ struct Choice {
     sent: usize,
     tokens: usize,
     logprobs: Vec<Value>,
+    /// Number of characters of the tokens whose log-probabilities were sent in a stream.
+    reported_chars: usize,
     message: Value,
     finish_reason: Value,
 }
@@ -59,10 +64,48 @@ impl Reply {
         (prompt_tokens, bytes): (usize, u64),
         (num_samples, stops): (usize, Vec<String>),
     ) -> Self {
-        let choice = || Choice { decoder: StreamDecoder::new(true), ..Choice::default() };
+        let choice = || Choice { decoder: StreamDecoder::new(form.skip_special), ..Choice::default() };
         let choices = (0..num_samples).map(|_| choice()).collect();
         let (since, is_large) = (Instant::now(), false);
-        Self { form, sink, prompt_tokens, bytes, since, is_large, id, created, model, stops, choices }
+        let echo = (String::new(), Vec::new());
+        Self { form, sink, prompt_tokens, bytes, since, is_large, id, created, model, stops, choices, echo }
+    }
+
+    /// Begins every text with the prompt, whose tokens after the first have these log-probabilities, each with the most probable
+    /// tokens in its place.
+    pub(crate) fn begin_with(
+        &mut self,
+        tokenizer: &Tokenizer,
+        prompt: &Prompt,
+        scores: &[(f32, Vec<(u32, f32)>)],
+    ) {
+        let mut logprobs = Vec::new();
+        if self.form.logprobs {
+            // Nothing comes before the first token.
+            let mut first = logprob(tokenizer, prompt.ids[0], 0.0, &[]);
+            (first["logprob"], first["top_logprobs"]) = (Value::Null, Value::Null);
+            logprobs.push(first);
+            let rest = prompt.ids[1..].iter().zip(scores);
+            logprobs.extend(rest.map(|(&id, (nats, top))| logprob(tokenizer, id, *nats, top)));
+        }
+        self.echo = (prompt.text.clone(), logprobs);
+        if self.form.streams {
+            let (text, logprobs) = std::mem::take(&mut self.echo);
+            for index in 0..self.choices.len() {
+                let logprobs = self.form.logprobs.then(|| logprobs.clone());
+                self.send_choice(index, json!({ "content": text }), logprobs, Value::Null);
+            }
+        }
+    }
+
+    /// Ends all completions where they are.
+    pub(crate) fn end(&mut self) {
+        for index in 0..self.choices.len() {
+            self.choices[index].finish_reason = "length".into();
+            if self.form.streams {
+                self.send_choice(index, json!({}), None, "length".into());
+            }
+        }
     }
 
     /// Returns true if the client has disconnected.
@@ -89,11 +132,14 @@ impl Reply {
         let Some(choice) = choices.get_mut(token.sample) else { return };
         let is_first = choice.tokens == 0;
         choice.tokens += 1;
-        choice.text.push_str(&choice.decoder.push(tokenizer, token.id));
         // The stop token is no part of the text.
-        let logprobs = (form.logprobs && !is_stop).then(|| logprob(tokenizer, token));
+        if form.skip_special || !is_stop {
+            choice.text.push_str(&choice.decoder.push(tokenizer, token.id));
+        }
+        let logprobs =
+            (form.logprobs && !is_stop).then(|| logprob(tokenizer, token.id, token.logprob, &token.top));
         let mut delta = json!({});
-        if is_first {
+        if is_first && form.kind == Kind::Chat {
             delta["role"] = "assistant".into();
             delta["content"] = "".into();
         }
@@ -129,8 +175,7 @@ impl Reply {
         }
         let has_delta = delta.as_object().is_some_and(|delta| !delta.is_empty());
         if has_delta || logprobs.is_some() {
-            let logprobs =
-                form.logprobs.then(|| json!({ "content": Vec::from_iter(logprobs), "refusal": null }));
+            let logprobs = form.logprobs.then(|| Vec::from_iter(logprobs));
             self.send_choice(token.sample, delta, logprobs, Value::Null);
         }
         if !end.is_null() {
@@ -148,21 +193,27 @@ impl Reply {
         });
         if self.form.streams {
             if self.form.usage_in_stream {
-                let mut chunk = self.body("chat.completion.chunk", Vec::new());
+                let mut chunk = self.body(true, Vec::new());
                 chunk["usage"] = usage;
                 self.send(&chunk);
             }
             return self.send_event("[DONE]");
         }
-        let with_logprobs = self.form.logprobs;
+        let (kind, with_logprobs, echo) =
+            (self.form.kind, self.form.logprobs, std::mem::take(&mut self.echo));
         let each = |(index, choice): (usize, &mut Choice)| {
-            let logprobs = std::mem::take(&mut choice.logprobs);
-            let logprobs = with_logprobs.then(|| json!({ "content": logprobs, "refusal": null }));
-            let (message, finish_reason) = (choice.message.take(), choice.finish_reason.take());
-            json!({ "index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason })
+            let mut out = json!({ "index": index, "finish_reason": choice.finish_reason.take() });
+            let own = std::mem::take(&mut choice.logprobs);
+            match kind {
+                Kind::Chat => out["message"] = choice.message.take(),
+                Kind::Text => out["text"] = format!("{}{}", echo.0, choice.text).into(),
+            }
+            let logprobs = echo.1.iter().cloned().chain(own).collect();
+            out["logprobs"] = with_logprobs.then(|| logprobs_json(kind, logprobs, &mut 0)).into();
+            out
         };
         let choices = self.choices.iter_mut().enumerate().map(each).collect();
-        let mut body = self.body("chat.completion", choices);
+        let mut body = self.body(false, choices);
         body["usage"] = usage;
         self.answer(Answer::new(200, "application/json", body.to_string()));
     }
@@ -182,14 +233,31 @@ impl Reply {
         }
     }
 
-    fn body(&self, object: &str, choices: Vec<Value>) -> Value {
+    fn body(&self, is_chunk: bool, choices: Vec<Value>) -> Value {
+        let object = match (self.form.kind, is_chunk) {
+            (Kind::Chat, true) => "chat.completion.chunk",
+            (Kind::Chat, false) => "chat.completion",
+            (Kind::Text, _) => "text_completion",
+        };
         json!({ "id": self.id, "object": object, "created": self.created, "model": self.model, "choices": choices })
     }
 
-    fn send_choice(&self, index: usize, delta: Value, logprobs: Option<Value>, finish_reason: Value) {
-        let choice =
-            json!({ "index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason });
-        let mut chunk = self.body("chat.completion.chunk", vec![choice]);
+    fn send_choice(
+        &mut self,
+        index: usize,
+        delta: Value,
+        logprobs: Option<Vec<Value>>,
+        finish_reason: Value,
+    ) {
+        let kind = self.form.kind;
+        let chars = &mut self.choices[index].reported_chars;
+        let logprobs = logprobs.map(|logprobs| logprobs_json(kind, logprobs, chars));
+        let mut choice = json!({ "index": index, "logprobs": logprobs, "finish_reason": finish_reason });
+        match kind {
+            Kind::Chat => choice["delta"] = delta,
+            Kind::Text => choice["text"] = delta["content"].as_str().unwrap_or_default().into(),
+        }
+        let mut chunk = self.body(true, vec![choice]);
         if self.form.usage_in_stream {
             chunk["usage"] = Value::Null;
         }
@@ -245,15 +313,39 @@ fn calls_json(name: &str, calls: &[ToolCall], is_delta: bool) -> Value {
     calls.iter().enumerate().map(call).collect()
 }
 
-fn logprob(tokenizer: &Tokenizer, token: &Token) -> Value {
+fn logprob(tokenizer: &Tokenizer, id: u32, nats: f32, top: &[(u32, f32)]) -> Value {
     let one = |id: u32, logprob: f32| {
         let bytes = tokenizer.token_bytes(id);
         // A probability of 0 has no number in JSON.
         let logprob = if logprob.is_finite() { logprob } else { -9999.0 };
         json!({ "token": String::from_utf8_lossy(&bytes), "logprob": logprob, "bytes": bytes })
     };
-    let mut out = one(token.id, token.logprob);
-    out["top_logprobs"] = token.top.iter().map(|&(id, logprob)| one(id, logprob)).collect();
+    let mut out = one(id, nats);
+    out["top_logprobs"] = top.iter().map(|&(id, logprob)| one(id, logprob)).collect();
+    out
+}
+
+/// Returns log-probabilities in the form of an address. For texts, `chars` is the number of characters of the tokens before.
+fn logprobs_json(kind: Kind, logprobs: Vec<Value>, chars: &mut usize) -> Value {
+    if kind == Kind::Chat {
+        return json!({ "content": logprobs, "refusal": null });
+    }
+    let mut out = json!({ "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [] });
+    let mut push = |name: &str, value: Value| out[name].as_array_mut().map(|list| list.push(value));
+    for one in logprobs {
+        // The most probable one of tokens with the same text counts. The token itself is always there.
+        let mut top = Map::new();
+        for own in one["top_logprobs"].as_array().into_iter().flatten().chain([&one]) {
+            if let Some(token) = own["token"].as_str() {
+                top.entry(token).or_insert_with(|| own["logprob"].clone());
+            }
+        }
+        push("top_logprobs", if one["logprob"].is_null() { Value::Null } else { top.into() });
+        push("token_logprobs", one["logprob"].clone());
+        push("text_offset", (*chars).into());
+        *chars += one["token"].as_str().unwrap_or_default().chars().count();
+        push("tokens", one["token"].clone());
+    }
     out
 }
 
@@ -268,9 +360,23 @@ mod tests {
         Tokenizer::from_dir(&omnigrpo_testkit::checkpoint("qwen2_5_vl_tied")).unwrap()
     }
 
+    fn form() -> Form {
+        Form {
+            kind: Kind::Chat,
+            streams: false,
+            usage_in_stream: false,
+            logprobs: false,
+            top_logprobs: 0,
+            tools: false,
+            skip_special: true,
+            echo: false,
+            echo_only: false,
+        }
+    }
+
     fn streamed(tools: bool, stops: &[&str]) -> (Reply, UnboundedReceiver<Vec<u8>>) {
         let (sender, receiver) = unbounded_channel();
-        let form = Form { streams: true, usage_in_stream: false, logprobs: false, tools };
+        let form = Form { streams: true, tools, ..form() };
         let stops = stops.iter().map(|stop| (*stop).to_owned()).collect();
         let sink = Sink::Stream(sender);
         (Reply::new((form, sink), "id".to_owned(), ("m".to_owned(), 0), (1, 0), (1, stops)), receiver)
@@ -337,7 +443,7 @@ mod tests {
     fn a_whole_answer_has_the_calls_and_a_failed_one_its_reason() {
         let tokenizer = tokenizer();
         let (sender, mut receiver) = oneshot::channel();
-        let form = Form { streams: false, usage_in_stream: false, logprobs: true, tools: true };
+        let form = Form { logprobs: true, tools: true, ..form() };
         let sink = Sink::Whole(Some(sender));
         let mut reply =
             Reply::new((form, sink), "id".to_owned(), ("m".to_owned(), 0), (1, 0), (1, Vec::new()));

@@ -25,16 +25,59 @@ const MAX_TOKEN_BYTES: usize = 32;
 /// Largest number of tools of a request.
 const MAX_TOOLS: usize = 128;
 
+/// Number of tokens of a continued text without `max_tokens`, as in OpenAI's API.
+const DEFAULT_TEXT_TOKENS: usize = 16;
+
 /// Fields that concern OpenAI's own service.
 const OF_OPENAI: [&str; 6] =
     ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"];
+/// Variables of a chat template that `chat_template_kwargs` cannot have, since the request determines them.
+const OF_REQUEST: [&str; 7] = [
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+];
 
 /// Body of `/v1/chat/completions`.
 #[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub(crate) struct ChatRequest {
     messages: Vec<Value>,
-    pub(crate) model: Option<String>,
+    max_completion_tokens: Option<usize>,
+    logprobs: Option<bool>,
+    top_logprobs: Option<usize>,
+    tools: Option<Vec<Value>>,
+    tool_choice: Option<Value>,
+    chat_template_kwargs: Option<Map<String, Value>>,
+    #[serde(flatten)]
+    common: Common,
+    // Fields that change the answer and are unsupported.
+    response_format: Option<Value>,
+    parallel_tool_calls: Option<bool>,
+    modalities: Option<Vec<String>>,
+    reasoning_effort: Option<String>,
+}
+
+/// Body of `/v1/completions`.
+#[derive(Debug, Deserialize)]
+pub(crate) struct TextRequest {
+    prompt: Value,
+    logprobs: Option<usize>,
+    echo: Option<bool>,
+    #[serde(flatten)]
+    common: Common,
+    // Fields that change the answer and are unsupported.
+    best_of: Option<usize>,
+    suffix: Option<String>,
+}
+
+/// Fields of both addresses.
+#[derive(Debug, Deserialize)]
+struct Common {
+    model: Option<String>,
     n: Option<usize>,
     temperature: Option<f32>,
     top_p: Option<f32>,
@@ -44,24 +87,16 @@ pub(crate) struct ChatRequest {
     seed: Option<i64>,
     stop: Option<Stops>,
     max_tokens: Option<usize>,
-    max_completion_tokens: Option<usize>,
     min_tokens: Option<usize>,
-    logprobs: Option<bool>,
-    top_logprobs: Option<usize>,
-    tools: Option<Vec<Value>>,
-    tool_choice: Option<Value>,
+    skip_special_tokens: Option<bool>,
     stream: Option<bool>,
     stream_options: Option<StreamOptions>,
     // Fields that change the answer and are unsupported.
     frequency_penalty: Option<f64>,
     presence_penalty: Option<f64>,
     logit_bias: Option<Map<String, Value>>,
-    response_format: Option<Value>,
-    parallel_tool_calls: Option<bool>,
-    modalities: Option<Vec<String>>,
-    skip_special_tokens: Option<bool>,
-    chat_template_kwargs: Option<Map<String, Value>>,
-    reasoning_effort: Option<String>,
+    #[serde(flatten)]
+    unknown: Map<String, Value>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -77,14 +112,32 @@ struct StreamOptions {
     include_usage: Option<bool>,
 }
 
+/// Address of a request, which determines the form of its response.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Answer to a conversation, `/v1/chat/completions`.
+    Chat,
+    /// Continued text, `/v1/completions`.
+    Text,
+}
+
 /// Requested form of the response.
 #[derive(Debug)]
 pub(crate) struct Form {
+    pub(crate) kind: Kind,
     pub(crate) streams: bool,
     pub(crate) usage_in_stream: bool,
     pub(crate) logprobs: bool,
+    /// Number of the most probable tokens to report at each place.
+    pub(crate) top_logprobs: usize,
     /// True if calls of tools are separated from the text.
     pub(crate) tools: bool,
+    /// True if control tokens are no part of the text.
+    pub(crate) skip_special: bool,
+    /// True if the text begins with the prompt.
+    pub(crate) echo: bool,
+    /// True if the prompt is all that is wanted.
+    pub(crate) echo_only: bool,
 }
 
 /// Settings of a server that concern requests.
@@ -97,6 +150,12 @@ pub(crate) struct Settings {
     pub(crate) max_bytes: u64,
 }
 
+impl Settings {
+    fn positions(&self) -> usize {
+        self.prompts.family().architecture().decoder_config().max_positions
+    }
+}
+
 /// Largest size of a reported log-probability with its token, as a part of a response.
 const LOGPROB_BYTES: u64 = 1024;
 
@@ -107,69 +166,87 @@ fn cache_bytes(settings: &Settings, tokens: usize) -> u64 {
     (tokens as u64).saturating_mul(4 * numbers as u64)
 }
 
-impl ChatRequest {
-    pub(crate) fn parse(body: &[u8]) -> Result<Self, Refusal> {
+/// A request of either address.
+#[derive(Debug)]
+pub(crate) enum Body {
+    Chat(Box<ChatRequest>),
+    Text(Box<TextRequest>),
+}
+
+impl Body {
+    pub(crate) fn parse(kind: Kind, body: &[u8]) -> Result<Self, Refusal> {
         let mut body: Map<String, Value> = serde_json::from_slice(body).map_err(unreadable)?;
         body.retain(|name, _| !OF_OPENAI.contains(&name.as_str()));
-        serde_json::from_value(Value::Object(body)).map_err(unreadable)
+        let body = Value::Object(body);
+        let parsed = match kind {
+            Kind::Chat => Self::Chat(serde_json::from_value(body).map_err(unreadable)?),
+            Kind::Text => Self::Text(serde_json::from_value(body).map_err(unreadable)?),
+        };
+        match parsed.common().unknown.keys().next() {
+            Some(name) => {
+                let why = format!("the body is not a request of this API: unknown field `{name}`");
+                Err(Refusal::new(StatusCode::BAD_REQUEST, why))
+            }
+            None => Ok(parsed),
+        }
+    }
+
+    fn common(&self) -> &Common {
+        match self {
+            Self::Chat(chat) => &chat.common,
+            Self::Text(text) => &text.common,
+        }
+    }
+
+    /// Returns the name of the model that is asked.
+    pub(crate) fn model(&self) -> Option<&str> {
+        self.common().model.as_deref()
     }
 
     /// Checks what can be known without media and prompt. `random_seed` is the seed of a request without one.
-    pub(crate) fn plan(mut self, settings: &Settings, random_seed: u64) -> Result<Plan, Refusal> {
-        self.refuse_unsupported()?;
-        let num_samples = self.n.unwrap_or(1);
-        let most = MAX_SAMPLES.min(settings.max_live);
-        if !(1..=most).contains(&num_samples) {
-            return Err(Refusal::of("n", format!("n is {num_samples}; expected from 1 to {most}")));
+    pub(crate) fn plan(self, settings: &Settings, random_seed: u64) -> Result<Plan, Refusal> {
+        match self {
+            Self::Chat(chat) => chat.plan(settings, random_seed),
+            Self::Text(text) => text.plan(settings, random_seed),
         }
-        let top_logprobs = self.top_logprobs.unwrap_or(0);
-        let logprobs = self.logprobs.unwrap_or(false);
-        if top_logprobs > MAX_TOP || (top_logprobs > 0 && !logprobs) {
-            let why =
-                format!("top_logprobs is {top_logprobs}; expected from 0 to {MAX_TOP}, with logprobs true");
+    }
+}
+
+fn refuse(is_given: bool, name: &'static str, why: &str) -> Result<(), Refusal> {
+    match is_given {
+        true => Err(Refusal::of(name, format!("{name} is unsupported; {why}"))),
+        false => Ok(()),
+    }
+}
+
+impl ChatRequest {
+    fn plan(mut self, settings: &Settings, random_seed: u64) -> Result<Plan, Refusal> {
+        self.refuse_unsupported()?;
+        let (num_samples, mut form) = self.common.form(Kind::Chat, settings)?;
+        form.top_logprobs = self.top_logprobs.unwrap_or(0);
+        form.logprobs = self.logprobs.unwrap_or(false);
+        let top = form.top_logprobs;
+        if top > MAX_TOP || (top > 0 && !form.logprobs) {
+            let why = format!("top_logprobs is {top}; expected from 0 to {MAX_TOP}, with logprobs true");
             return Err(Refusal::of("top_logprobs", why));
         }
-        let streams = self.stream.unwrap_or(false);
-        if self.stream_options.is_some() && !streams {
-            return Err(Refusal::of("stream_options", "stream_options needs stream true"));
-        }
-        let form = Form {
-            streams,
-            usage_in_stream: self
-                .stream_options
-                .take()
-                .and_then(|options| options.include_usage)
-                .unwrap_or(false),
-            logprobs,
-            tools: self.tools_to_call()?,
-        };
-        let stops = self.stops(settings.prompts.stops())?;
-        let max_tokens = self.max_completion_tokens.or(self.max_tokens);
-        let mut params = self.params(&settings.sampling, random_seed)?;
-        params.max_completion_length = max_tokens.unwrap_or(params.max_completion_length);
-        validate(&params)?;
+        form.tools = self.tools_to_call()?;
         let tools = self.tools.take().filter(|_| form.tools).unwrap_or_default();
-        let positions = settings.prompts.family().architecture().decoder_config().max_positions;
-        let messages = messages_of_row(std::mem::take(&mut self.messages), positions)?;
-        let bytes = text_bytes(&messages, &tools);
-        if bytes > MAX_TOKEN_BYTES * positions {
+        let messages = messages_of_row(std::mem::take(&mut self.messages), settings.positions())?;
+        let variables = self.chat_template_kwargs.take().unwrap_or_default();
+        if let Some(name) = OF_REQUEST.into_iter().find(|name| variables.contains_key(*name)) {
             let why = format!(
-                "the messages and tools have {bytes} bytes of text, which do not fit {positions} positions"
+                "chat_template_kwargs has `{name}`, which follows from the request; expected variables of the model's template, \
+                 such as enable_thinking"
             );
-            return Err(Refusal::of("messages", why));
+            return Err(Refusal::of("chat_template_kwargs", why));
         }
-        Ok(Plan { form, messages, tools, num_samples, params, max_tokens, stops, top_logprobs })
+        let asked = Asked::Conversation { messages, tools, variables };
+        let max_tokens = self.max_completion_tokens.or(self.common.max_tokens);
+        self.common.plan(settings, random_seed, (form, num_samples), asked, max_tokens)
     }
+
     fn refuse_unsupported(&self) -> Result<(), Refusal> {
-        let refuse = |is_given: bool, name: &'static str, why: &str| match is_given {
-            true => Err(Refusal::of(name, format!("{name} is unsupported; {why}"))),
-            false => Ok(()),
-        };
-        let penalty = |given: Option<f64>| given.is_some_and(|given| given != 0.0);
-        refuse(penalty(self.frequency_penalty), "frequency_penalty", "use repetition_penalty")?;
-        refuse(penalty(self.presence_penalty), "presence_penalty", "use repetition_penalty")?;
-        let biased = self.logit_bias.as_ref().is_some_and(|bias| !bias.is_empty());
-        refuse(biased, "logit_bias", "leave it out")?;
         let format = self.response_format.as_ref().is_some_and(|format| format["type"] != "text");
         refuse(format, "response_format", "ask for the format in a message")?;
         refuse(
@@ -180,19 +257,9 @@ impl ChatRequest {
         let spoken = self.modalities.as_ref().is_some_and(|list| list.iter().any(|kind| kind != "text"));
         refuse(spoken, "modalities", "the model answers with text")?;
         refuse(
-            self.skip_special_tokens == Some(false),
-            "skip_special_tokens",
-            "an answer never has special tokens, so true is the value that works",
-        )?;
-        refuse(
-            self.chat_template_kwargs.as_ref().is_some_and(|own| !own.is_empty()),
-            "chat_template_kwargs",
-            "start the server with --chat_template_kwargs, which all requests then have",
-        )?;
-        refuse(
             self.reasoning_effort.is_some(),
             "reasoning_effort",
-            "leave it out, or start the server with the variable of its template in --chat_template_kwargs",
+            "leave it out, or give a variable of the model's template in chat_template_kwargs",
         )
     }
 
@@ -217,6 +284,106 @@ impl ChatRequest {
                 Err(Refusal::of("tool_choice", format!("tool_choice is {choice}; {why}")))
             }
         }
+    }
+}
+
+impl TextRequest {
+    fn plan(mut self, settings: &Settings, random_seed: u64) -> Result<Plan, Refusal> {
+        let (num_samples, mut form) = self.common.form(Kind::Text, settings)?;
+        let other = self.best_of.is_some_and(|best_of| best_of != num_samples);
+        refuse(other, "best_of", "leave it out, and ask for n completions")?;
+        refuse(self.suffix.is_some(), "suffix", "the model continues the prompt")?;
+        form.logprobs = self.logprobs.is_some();
+        form.top_logprobs = self.logprobs.unwrap_or(0);
+        if form.top_logprobs > MAX_TOP {
+            let why = format!("logprobs is {}; expected from 0 to {MAX_TOP}", form.top_logprobs);
+            return Err(Refusal::of("logprobs", why));
+        }
+        form.echo = self.echo.unwrap_or(false);
+        form.echo_only = form.echo && self.common.max_tokens == Some(0);
+        let asked = prompt_of(self.prompt.take())?;
+        let max_tokens = self.common.max_tokens.filter(|_| !form.echo_only);
+        let max_tokens = max_tokens.or(form.echo_only.then_some(1));
+        self.common.plan(settings, random_seed, (form, num_samples), asked, max_tokens)
+    }
+}
+
+/// Reads the prompt of a text to continue: a text or its tokens, alone or as the only entry of a list.
+fn prompt_of(mut prompt: Value) -> Result<Asked, Refusal> {
+    let wrong = |why: &str| Refusal::of("prompt", format!("the prompt {why}"));
+    if let Value::Array(entries) = &mut prompt
+        && entries.first().is_some_and(|first| first.is_string() || first.is_array())
+    {
+        if entries.len() > 1 {
+            return Err(wrong("is a list; send a request for each of them"));
+        }
+        prompt = entries.remove(0);
+    }
+    match prompt {
+        Value::String(text) if !text.is_empty() => Ok(Asked::Text(text)),
+        Value::Array(ids) if !ids.is_empty() => {
+            let id = |id: &Value| id.as_u64().and_then(|id| u32::try_from(id).ok());
+            let ids = ids.iter().map(id).collect::<Option<Vec<_>>>();
+            ids.map(Asked::Tokens).ok_or_else(|| wrong("must be a text or a list of token ids"))
+        }
+        Value::String(_) | Value::Array(_) => Err(wrong("is empty")),
+        _ => Err(wrong("must be a text or a list of token ids")),
+    }
+}
+
+impl Common {
+    /// Returns the number of completions, and the form of the response as far as these fields say it.
+    fn form(&self, kind: Kind, settings: &Settings) -> Result<(usize, Form), Refusal> {
+        let penalty = |given: Option<f64>| given.is_some_and(|given| given != 0.0);
+        refuse(penalty(self.frequency_penalty), "frequency_penalty", "use repetition_penalty")?;
+        refuse(penalty(self.presence_penalty), "presence_penalty", "use repetition_penalty")?;
+        let biased = self.logit_bias.as_ref().is_some_and(|bias| !bias.is_empty());
+        refuse(biased, "logit_bias", "leave it out")?;
+        let num_samples = self.n.unwrap_or(1);
+        let most = MAX_SAMPLES.min(settings.max_live);
+        if !(1..=most).contains(&num_samples) {
+            return Err(Refusal::of("n", format!("n is {num_samples}; expected from 1 to {most}")));
+        }
+        let streams = self.stream.unwrap_or(false);
+        if self.stream_options.is_some() && !streams {
+            return Err(Refusal::of("stream_options", "stream_options needs stream true"));
+        }
+        let usage = self.stream_options.as_ref().and_then(|options| options.include_usage);
+        let form = Form {
+            kind,
+            streams,
+            usage_in_stream: usage.unwrap_or(false),
+            logprobs: false,
+            top_logprobs: 0,
+            tools: false,
+            skip_special: self.skip_special_tokens.unwrap_or(true),
+            echo: false,
+            echo_only: false,
+        };
+        Ok((num_samples, form))
+    }
+
+    fn plan(
+        mut self,
+        settings: &Settings,
+        random_seed: u64,
+        (form, num_samples): (Form, usize),
+        asked: Asked,
+        max_tokens: Option<usize>,
+    ) -> Result<Plan, Refusal> {
+        let stops = self.stops(settings.prompts.stops())?;
+        let mut params = self.params(&settings.sampling, random_seed)?;
+        if form.kind == Kind::Text {
+            params.max_completion_length = DEFAULT_TEXT_TOKENS;
+        }
+        params.max_completion_length = max_tokens.unwrap_or(params.max_completion_length);
+        validate(&params)?;
+        let (param, bytes, positions) = (asked.param(), asked.text_bytes(), settings.positions());
+        if bytes > MAX_TOKEN_BYTES * positions {
+            let why = format!("{param} has {bytes} bytes of text, which do not fit {positions} positions");
+            return Err(Refusal::of(param, why));
+        }
+        Ok(Plan { form, asked, num_samples, params, max_tokens, stops })
     }
 
     /// Returns the model's stops with those of the request.
@@ -268,17 +435,47 @@ impl ChatRequest {
     }
 }
 
+/// Input of the model.
+enum Asked {
+    /// Messages as rows of a dataset have them, with descriptions of tools and variables of the template.
+    Conversation { messages: Vec<Value>, tools: Vec<Value>, variables: Map<String, Value> },
+    /// Text that the model continues.
+    Text(String),
+    /// Tokens that the model continues.
+    Tokens(Vec<u32>),
+}
+
+impl Asked {
+    /// Returns the name of the field.
+    fn param(&self) -> &'static str {
+        match self {
+            Self::Conversation { .. } => "messages",
+            Self::Text(_) | Self::Tokens(_) => "prompt",
+        }
+    }
+
+    /// Returns the size of the text to tokenise. Each token of a list counts as a byte.
+    fn text_bytes(&self) -> usize {
+        match self {
+            Self::Conversation { messages, tools, variables } => {
+                let variables = variables.values().map(|value| value.to_string().len());
+                text_bytes(messages, tools) + variables.sum::<usize>()
+            }
+            Self::Text(text) => text.len(),
+            Self::Tokens(ids) => ids.len(),
+        }
+    }
+}
+
 /// A request whose fields are checked, before its media are read.
 pub(crate) struct Plan {
     pub(crate) form: Form,
-    messages: Vec<Value>,
-    tools: Vec<Value>,
+    asked: Asked,
     num_samples: usize,
     params: SamplingParams,
     /// Limit of the request, in tokens.
     max_tokens: Option<usize>,
     stops: StopSet,
-    top_logprobs: usize,
 }
 
 impl Plan {
@@ -287,34 +484,43 @@ impl Plan {
         let is_medium = |part: &Value| part["type"] != "text";
         let has_medium =
             |message: &Value| message["content"].as_array().is_some_and(|parts| parts.iter().any(is_medium));
-        self.messages.iter().any(has_medium)
+        matches!(&self.asked, Asked::Conversation { messages, .. } if messages.iter().any(has_medium))
     }
 
     /// Reads the media and builds the prompt. The last result is the largest number of bytes that the request may take for keys,
     /// values and log-probabilities.
     pub(crate) fn job(self, settings: &Settings) -> Result<(Job, Form, u64), Refusal> {
-        let Self { form, messages, tools, num_samples, mut params, max_tokens, stops, top_logprobs } = self;
-        let prompts = settings.prompts.with_tools(tools);
-        let positions = prompts.family().architecture().decoder_config().max_positions;
-        let sample = sample(messages, &settings.read)?;
-        let prompt = prompts.build(&sample.0).map_err(|error| sample.1.refusal(&error))?;
-        let left = positions.saturating_sub(prompt.ids.len());
+        let Self { form, asked, num_samples, mut params, max_tokens, stops } = self;
+        let prompts = &settings.prompts;
+        let prompt = match asked {
+            Asked::Conversation { messages, tools, variables } => {
+                let prompts = prompts.with_tools(tools).with_variables(variables);
+                let sample = sample(messages, &settings.read)?;
+                prompts.build(&sample.0).map_err(|error| sample.1.refusal(&error))?
+            }
+            Asked::Text(text) => prompts.continuing(&text).map_err(|e| Refusal::about("prompt", &e))?,
+            Asked::Tokens(ids) => prompts.continuing_tokens(ids).map_err(|e| Refusal::about("prompt", &e))?,
+        };
+        let (tokens, positions) = (prompt.ids.len(), settings.positions());
+        let left = positions.saturating_sub(tokens);
         params.max_completion_length = match max_tokens {
             None => params.max_completion_length.min(left),
-            Some(tokens) if tokens <= left => tokens,
-            Some(tokens) => {
+            Some(max_tokens) if max_tokens <= left => max_tokens,
+            Some(max_tokens) => {
                 let why = format!(
-                    "the prompt has {} tokens and max_tokens is {tokens}, but the model has {positions} positions; expected at \
-                     most {left} tokens",
-                    prompt.ids.len()
+                    "the prompt has {tokens} tokens and max_tokens is {max_tokens}, but the model has {positions} positions; expected \
+                     at most {left} tokens"
                 );
                 return Err(Refusal::of("max_tokens", why));
             }
         };
         validate(&params)?;
         let own = num_samples.saturating_mul(params.max_completion_length);
-        let reported = if form.logprobs { own.saturating_mul(1 + top_logprobs) } else { 0 };
-        let bytes = cache_bytes(settings, own.saturating_add(prompt.ids.len()))
+        let echoed = if form.echo { num_samples.saturating_mul(tokens) } else { 0 };
+        let top_logprobs = form.top_logprobs;
+        let reported =
+            if form.logprobs { own.saturating_add(echoed).saturating_mul(1 + top_logprobs) } else { 0 };
+        let bytes = cache_bytes(settings, own.saturating_add(tokens))
             .saturating_add(LOGPROB_BYTES.saturating_mul(reported as u64));
         if bytes > settings.max_bytes {
             let why = format!(
@@ -324,7 +530,9 @@ impl Plan {
             );
             return Err(Refusal::of("max_tokens", why));
         }
-        Ok((Job { prompt: Arc::new(prompt), num_samples, params, stops, top_logprobs }, form, bytes))
+        let skip_special = form.skip_special;
+        let job = Job { prompt: Arc::new(prompt), num_samples, params, stops, top_logprobs, skip_special };
+        Ok((job, form, bytes))
     }
 }
 

@@ -97,9 +97,13 @@ impl Served {
     }
 
     fn post(&self, body: &Value) -> (u16, Value) {
+        self.post_to("chat/completions", body)
+    }
+
+    fn post_to(&self, address: &str, body: &Value) -> (u16, Value) {
         let (status, body) = self.send(
             "POST",
-            "/v1/chat/completions",
+            &format!("/v1/{address}"),
             "Authorization: Bearer secret\r\n",
             body.to_string().as_bytes(),
         );
@@ -112,11 +116,22 @@ impl Served {
         answer
     }
 
+    /// Returns the response to a text to continue.
+    fn text(&self, body: &Value) -> Value {
+        let (status, answer) = self.post_to("completions", body);
+        assert_eq!(status, 200, "{answer}");
+        answer
+    }
+
     /// Returns the chunks of a stream.
     fn stream(&self, body: &Value) -> Vec<Value> {
+        self.stream_of("chat/completions", body)
+    }
+
+    fn stream_of(&self, address: &str, body: &Value) -> Vec<Value> {
         let mut body = body.clone();
         body["stream"] = true.into();
-        let answer = ureq::post(format!("{}/chat/completions", self.url))
+        let answer = ureq::post(format!("{}/{address}", self.url))
             .header("Authorization", "Bearer secret")
             .send(body.to_string())
             .unwrap();
@@ -499,15 +514,11 @@ fn what_cannot_be_done_is_refused_with_a_reason() {
         (with(asked("x"), json!({ "repetition_penalty": 3e38 })), None, "expected from 0.01 to 100"),
         (with(asked("x"), json!({ "frequency_penalty": 1e308 })), Some("frequency_penalty"), "unsupported"),
         (
-            with(asked("x"), json!({ "skip_special_tokens": false })),
-            Some("skip_special_tokens"),
-            "true is the value",
-        ),
-        (
-            with(asked("x"), json!({ "chat_template_kwargs": { "enable_thinking": false } })),
+            with(asked("x"), json!({ "chat_template_kwargs": { "messages": [] } })),
             Some("chat_template_kwargs"),
-            "start the server with --chat_template_kwargs",
+            "has `messages`, which follows from the request",
         ),
+        (with(asked("x"), json!({ "chat_template_kwargs": "x" })), None, "expected a mapping"),
         (with(asked("x"), json!({ "reasoning_effort": "low" })), Some("reasoning_effort"), "leave it out"),
         (with(asked("x"), json!({ "top_k": -2 })), Some("top_k"), "top_k is -2"),
         (with(asked("x"), json!({ "top_k": i64::MIN })), Some("top_k"), "top_k is -9223372036854775808"),
@@ -589,15 +600,7 @@ fn what_cannot_be_done_is_refused_with_a_reason() {
             "40000 messages",
         ),
     ] {
-        let (status, answer) = server.post(&body);
-        let error = &answer["error"];
-        assert_eq!((status, &error["type"]), (400, &json!("invalid_request_error")), "{part}: {answer}");
-        assert_eq!(error["param"], json!(param), "{part}: {answer}");
-        let message = error["message"].as_str().unwrap();
-        assert!(message.contains(part) && !message.contains("/tmp/"), "{part}: {message}");
-        for rust in ["f32", "f64", "usize", "i64", "u64", "struct", "sequence", "variant", "Some("] {
-            assert!(!message.contains(rust), "{message}");
-        }
+        refused(server.post(&body), param, part);
     }
     let (status, answer) = server.post(&with(asked("x"), json!({ "model": "gpt" })));
     assert_eq!((status, &answer["error"]["code"]), (404, &json!("model_not_found")));
@@ -609,6 +612,191 @@ fn what_cannot_be_done_is_refused_with_a_reason() {
         asked("x"),
         json!({ "user": "me", "presence_penalty": 0, "tools": null, "response_format": { "type": "text" } }),
     ));
+}
+
+/// Checks the status and the reason of a refusal.
+fn refused((status, answer): (u16, Value), param: Option<&str>, part: &str) {
+    let error = &answer["error"];
+    assert_eq!((status, &error["type"]), (400, &json!("invalid_request_error")), "{part}: {answer}");
+    assert_eq!(error["param"], json!(param), "{part}: {answer}");
+    let message = error["message"].as_str().unwrap();
+    assert!(message.contains(part) && !message.contains("/tmp/"), "{part}: {message}");
+    for rust in ["f32", "f64", "usize", "i64", "u64", "struct", "sequence", "variant", "Some("] {
+        assert!(!message.contains(rust), "{message}");
+    }
+}
+
+#[test]
+fn variables_of_the_template_may_come_with_a_request() {
+    let server = Served::new("qwen3", 8);
+    let plain = server.ok(&asked("Hm?"));
+    // The template closes the thoughts of a model that is not to think.
+    let variables = json!({ "chat_template_kwargs": { "enable_thinking": false } });
+    let brief = server.ok(&with(asked("Hm?"), variables));
+    let (_, prompts) = open("qwen3");
+    let sample = RowReader::new("row").sample(json!({ "prompt": "Hm?" })).unwrap();
+    let length = |variables: Value| {
+        let prompts = prompts.with_variables(variables.as_object().unwrap().clone());
+        prompts.build(&sample).unwrap().ids.len()
+    };
+    let lengths = [length(json!({})), length(json!({ "enable_thinking": false }))];
+    assert!(lengths[0] < lengths[1], "{lengths:?}");
+    assert_eq!(
+        [&plain, &brief].map(|answer| answer["usage"]["prompt_tokens"].clone()),
+        lengths.map(Value::from)
+    );
+    // The next request has its own.
+    assert_eq!(server.ok(&asked("Hm?"))["choices"], plain["choices"]);
+}
+
+#[test]
+fn control_tokens_are_part_of_the_text_if_a_request_wants_them() {
+    let server = Served::qwen();
+    let params = SamplingParams { seed: 1, max_completion_length: 40, ..SamplingParams::default() };
+    let alone = generated(json!({ "prompt": "Hm?" }), 16, &params);
+    let (_, prompts) = open("qwen2_5_vl_tied");
+    let body = with(asked("Hm?"), json!({ "temperature": 1, "n": 16, "seed": 1, "max_tokens": 40 }));
+    let whole = with(body.clone(), json!({ "skip_special_tokens": false }));
+    let (plain, chunks, whole) = (server.ok(&body), server.stream(&whole), server.ok(&whole));
+    let (mut longer, mut stopped) = (0, 0);
+    for (choice, alone) in alone.iter().enumerate() {
+        let ends = alone.ids.last().is_some_and(|&id| prompts.stops().is_stop(id));
+        let said = &alone.ids[..alone.ids.len() - usize::from(ends)];
+        assert_eq!(text_of(&plain, choice), alone.text);
+        assert_eq!(text_of(&whole, choice), prompts.tokenizer().decode(said, false).unwrap());
+        let own = chunks.iter().map(|chunk| &chunk["choices"][0]).filter(|own| own["index"] == choice);
+        let streamed: String = own.filter_map(|own| own["delta"]["content"].as_str()).collect();
+        assert_eq!(streamed, text_of(&whole, choice));
+        longer += usize::from(text_of(&whole, choice).len() > alone.text.len());
+        stopped += usize::from(ends);
+    }
+    assert!(longer > 0 && stopped > 0, "{longer} {stopped}");
+}
+
+#[test]
+fn texts_and_tokens_are_continued_as_they_stand() {
+    let server = Served::qwen();
+    let (model, prompts) = open("qwen2_5_vl_tied");
+    let text = "<|im_start|>user\nOnce upon";
+    let reader =
+        RowReader::new("row").options(ReadOptions { continue_text_prompts: true, ..ReadOptions::default() });
+    let prompt = prompts.build(&reader.sample(json!({ "prompt": text })).unwrap()).unwrap();
+    let (features, params) = (model.encode_prompt(&prompt).unwrap(), greedy(16));
+    let generator = Generator::new(&model, &prompts, &params);
+    let requests = [Request::new(&prompt, &features)];
+    let alone =
+        generator.generate(requests, GenerateOptions::default()).unwrap().remove(0).completions.remove(0);
+    // Without a limit, there are 16 tokens.
+    let body = json!({ "model": "tiny", "prompt": text, "temperature": 0 });
+    let answer = server.text(&body);
+    let choice = json!({ "index": 0, "text": alone.text, "logprobs": null, "finish_reason": "length" });
+    assert_eq!((&answer["object"], &answer["choices"]), (&json!("text_completion"), &json!([choice])));
+    assert_eq!(answer["usage"]["prompt_tokens"], prompt.ids.len());
+    assert!(answer["id"].as_str().unwrap().starts_with("cmpl-"), "{answer}");
+    for prompt in [json!([text]), json!(prompt.ids), json!([prompt.ids])] {
+        let again = server.text(&with(body.clone(), json!({ "prompt": prompt })));
+        assert_eq!(again["choices"], answer["choices"]);
+    }
+    let echoed = server.text(&with(body.clone(), json!({ "echo": true, "n": 2 })));
+    for choice in echoed["choices"].as_array().unwrap() {
+        assert_eq!(choice["text"], format!("{text}{}", alone.text));
+    }
+    let stream = |more: Value| server.stream_of("completions", &with(body.clone(), more));
+    for (more, begin) in [(json!({}), ""), (json!({ "echo": true, "logprobs": 0 }), text)] {
+        let chunks = stream(more);
+        let said: String = chunks.iter().map(|chunk| chunk["choices"][0]["text"].as_str().unwrap()).collect();
+        assert_eq!(said, format!("{begin}{}", alone.text));
+        assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], "length");
+        assert!(chunks.iter().all(|chunk| chunk["object"] == "text_completion"));
+    }
+    for (body, param, part) in [
+        (json!({}), None, "missing field `prompt`"),
+        (json!({ "prompt": "" }), Some("prompt"), "is empty"),
+        (json!({ "prompt": [] }), Some("prompt"), "is empty"),
+        (json!({ "prompt": 3 }), Some("prompt"), "a text or a list of token ids"),
+        (json!({ "prompt": [1, -1] }), Some("prompt"), "a text or a list of token ids"),
+        (json!({ "prompt": ["x", "y"] }), Some("prompt"), "send a request for each"),
+        (json!({ "prompt": [1_000_000] }), Some("prompt"), "token 1000000 cannot be part of a prompt"),
+        (json!({ "prompt": "x", "messages": [] }), None, "unknown field `messages`"),
+        (json!({ "prompt": "x", "logprobs": 21 }), Some("logprobs"), "from 0 to 20"),
+        (json!({ "prompt": "x", "logprobs": true }), None, "expected a whole number"),
+        (json!({ "prompt": "x", "max_tokens": 0 }), None, "max_tokens is 0"),
+        (json!({ "prompt": "x", "best_of": 3 }), Some("best_of"), "unsupported"),
+        (json!({ "prompt": "x", "suffix": "y" }), Some("suffix"), "unsupported"),
+        (json!({ "prompt": "x", "presence_penalty": 1 }), Some("presence_penalty"), "unsupported"),
+        (json!({ "prompt": "x".repeat(2 << 20) }), Some("prompt"), "bytes of text"),
+        (json!({ "prompt": "x ".repeat(100_000) }), Some("prompt"), "positions"),
+        (json!({ "prompt": vec![5; 40_000] }), Some("prompt"), "positions"),
+    ] {
+        refused(server.post_to("completions", &body), param, part);
+    }
+    // No text and no token stands for a picture.
+    let id = prompts.tokenizer().token_id("<|image_pad|>").unwrap();
+    refused(server.post_to("completions", &json!({ "prompt": [id] })), Some("prompt"), "stand for media");
+}
+
+/// The tokens that decoding has drawn are scored again as a part of the prompt, by another pass of the model.
+#[test]
+fn log_probabilities_of_a_prompt_are_those_of_decoding() {
+    let server = Served::qwen();
+    let ids = open("qwen2_5_vl_tied").1.tokenizer().encode_text("Once upon a time").unwrap();
+    let ask = |more: Value| server.text(&with(json!({ "prompt": ids, "temperature": 1, "seed": 2 }), more));
+    let said = ask(json!({ "max_tokens": 12, "logprobs": 2, "min_tokens": 12 }));
+    let echoed = ask(json!({ "max_tokens": 12, "logprobs": 2, "min_tokens": 12, "echo": true }));
+    let (said, echoed) = (&said["choices"][0], &echoed["choices"][0]);
+    for name in ["tokens", "token_logprobs", "top_logprobs"] {
+        let list = echoed["logprobs"][name].as_array().unwrap();
+        assert_eq!(list.len(), ids.len() + 12, "{name}");
+        assert_eq!(json!(list[ids.len()..]), said["logprobs"][name]);
+    }
+    assert_eq!(
+        (&echoed["logprobs"]["token_logprobs"][0], &echoed["logprobs"]["text_offset"][0]),
+        (&json!(null), &json!(0))
+    );
+    assert_eq!(
+        echoed["logprobs"]["text_offset"][1],
+        echoed["logprobs"]["tokens"][0].as_str().unwrap().chars().count()
+    );
+    // The drawn tokens, from the generator.
+    let params = SamplingParams {
+        seed: 2,
+        min_completion_length: 12,
+        logprob_temperature: Some(1.0),
+        ..SamplingParams { max_completion_length: 12, ..SamplingParams::default() }
+    };
+    let (model, prompts) = open("qwen2_5_vl_tied");
+    let prompt = prompts.continuing_tokens(ids.clone()).unwrap();
+    let generator = Generator::new(&model, &prompts, &params);
+    let drawn = generator.generate([Request::new(&prompt, &[])], GenerateOptions::default()).unwrap();
+    let drawn = &drawn[0].completions[0];
+    let whole = [ids.clone(), drawn.ids.clone()].concat();
+    let scored = server.text(&json!({ "prompt": whole, "max_tokens": 0, "echo": true, "logprobs": 1 }));
+    let choice = &scored["choices"][0];
+    assert_eq!(
+        (&scored["usage"]["completion_tokens"], &choice["finish_reason"]),
+        (&json!(0), &json!("length"))
+    );
+    assert_eq!(choice["text"], prompts.tokenizer().decode(&whole, false).unwrap());
+    let own = choice["logprobs"]["token_logprobs"].as_array().unwrap();
+    let top = choice["logprobs"]["top_logprobs"].as_array().unwrap();
+    assert_eq!(own.len(), whole.len());
+    for (at, expected) in drawn.logprobs.iter().enumerate() {
+        let scored = own[ids.len() + at].as_f64().unwrap();
+        assert!((scored - f64::from(*expected)).abs() < 1e-4, "{at}: {scored} {expected}");
+    }
+    // A suite calls a token greedy if it is as probable as the most probable one.
+    let greedy =
+        |at: usize| top[at].as_object().unwrap().values().all(|other| other.as_f64() <= own[at].as_f64());
+    let most_probable = server
+        .text(&json!({ "prompt": ids, "temperature": 0, "max_tokens": 1, "echo": true, "logprobs": 1 }));
+    let most_probable = most_probable["choices"][0]["logprobs"].clone();
+    // The drawn token is always among them, and here it is the most probable one.
+    let last = most_probable["token_logprobs"].as_array().unwrap().len() - 1;
+    assert_eq!(most_probable["top_logprobs"][last].as_object().unwrap().len(), 1);
+    assert!((1..whole.len()).any(|at| !greedy(at)), "a sampled token is not greedy");
+    let streamed = server
+        .stream_of("completions", &json!({ "prompt": whole, "max_tokens": 0, "echo": true, "logprobs": 1 }));
+    assert_eq!(streamed[0]["choices"][0]["logprobs"], choice["logprobs"]);
 }
 
 #[test]

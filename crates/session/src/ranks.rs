@@ -51,11 +51,19 @@ pub enum Started {
 /// Connects this process with the other ranks, or starts them by the command `again` and waits for their end.
 pub fn start(resolved: &Resolved, again: &[OsString]) -> Result<Started> {
     let alone = Started::Rank(Rank { ranks: Ranks::default(), lifeline: None, _starters: None });
-    if resolved.verb != Verb::Train || resolved.settings.io.dry_run {
+    if !resolved.verb.is_divided() || resolved.settings.io.dry_run {
         return Ok(alone);
     }
     let launch = Launch::read(|name| std::env::var(name).ok())?;
     let wanted = resolved.settings.ranks.nproc_per_node;
+    let size = wanted.unwrap_or(1).max(launch.size);
+    if size > 1 && resolved.verb == Verb::Generate && resolved.settings.io.prompt.is_some() {
+        return Err(Problem::usage("one prompt cannot be divided over several processes")
+            .got(format!("`--prompt` and {size} processes"))
+            .expected("one process, or rows of `--input`")
+            .help("start the program without the launcher, since one process uses all cores")
+            .into());
+    }
     match (launch.launcher, wanted) {
         (Launcher::None, None | Some(1)) => Ok(alone),
         (Launcher::None, Some(size)) => Ok(Started::Ended(exit_code(mpirun(size, again)?))),
@@ -73,7 +81,11 @@ pub fn start(resolved: &Resolved, again: &[OsString]) -> Result<Started> {
                 )
                 .got(format!("{} processes, {} of them on this machine", launch.size, launch.local_size))
                 .expected("a launcher of MPI")
-                .help(format!("write `mpirun -n {} --host HOST,HOST … omnigrpo train …`", launch.size))
+                .help(format!(
+                    "write `mpirun -n {} --host HOST,HOST … omnigrpo {} …`",
+                    launch.size,
+                    resolved.verb.name()
+                ))
                 .into());
             }
             Ok(Started::Ended(exit_code(beside_torch(&launch, again)?)))
@@ -116,7 +128,7 @@ fn report_loss(what: &str) {
     use std::io::Write as _;
     // One write, because all ranks write to the same terminal.
     let text = format!(
-        "error: the run has ended: {what}\n  help: the last checkpoint is complete; repeat the command to resume from it\n"
+        "error: the run has ended: {what}\n  help: what it has stored is complete; repeat the command to resume from it\n"
     );
     let _ = std::io::stderr().write_all(text.as_bytes());
 }
@@ -155,7 +167,7 @@ pub fn check_settings(resolved: &Resolved, ranks: &Ranks) -> Result<()> {
 }
 
 /// Returns the result of this rank if no rank has failed, else the failure of the first rank that has one.
-pub(crate) fn together<T>(ranks: &Ranks, own: Result<T>) -> Result<T> {
+pub fn together<T>(ranks: &Ranks, own: Result<T>) -> Result<T> {
     if ranks.size() == 1 {
         return own;
     }
@@ -179,7 +191,7 @@ pub(crate) fn together<T>(ranks: &Ranks, own: Result<T>) -> Result<T> {
 
 /// Runs `make` on the first rank and then on the others, which find what the first one has left in caches. `ready` is the result of
 /// this rank's preparation.
-pub(crate) fn in_order<T>(ranks: &Ranks, ready: Result<()>, make: impl Fn() -> Result<T>) -> Result<T> {
+pub fn in_order<T>(ranks: &Ranks, ready: Result<()>, make: impl Fn() -> Result<T>) -> Result<T> {
     let (mut ready, mut made) = (ready, None);
     for of_first in [true, false] {
         let own = match ranks.is_first() == of_first {

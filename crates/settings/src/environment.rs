@@ -18,6 +18,8 @@ pub struct Environment {
     pub exp_name: Option<String>,
     /// Number of processes that a launcher started; 0 or 1 without one.
     pub processes: usize,
+    /// True if `accelerate launch` was to start several processes and has started this one alone, as it does without GPUs.
+    pub is_alone: bool,
     /// File to which completions are logged in the source systems' format: `LOG_PATH` with `DEBUG_MODE`.
     pub debug_log: Option<PathBuf>,
     /// True if `DS_SKIP_CUDA_CHECK` is true. The variable has no effect; a note tells the user so.
@@ -102,12 +104,16 @@ impl Environment {
         let user_cache = user_cache
             .or_else(|| Some(PathBuf::from(get("HOME")?).join(".cache")))
             .unwrap_or_else(|| PathBuf::from(".cache"));
+        // A launcher whose variables are wrong is reported where the processes connect.
+        let launch = Launch::read(get);
         Self {
             wandb_disabled: on(&get, "WANDB_DISABLED"),
             wandb_api_key: get("WANDB_API_KEY"),
             exp_name: get("EXP_NAME"),
-            // A launcher whose variables are wrong is reported where the processes connect.
-            processes: Launch::read(get).map_or(1, |launch| launch.size),
+            is_alone: matches!(&launch, Ok(launch) if launch.size == 1)
+                && ["ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"].iter().all(|name| get(name).is_some())
+                && get("WORLD_SIZE").is_none(),
+            processes: launch.map_or(1, |launch| launch.size),
             debug_log: on(&get, "DEBUG_MODE")
                 .then(|| get("LOG_PATH").map_or_else(|| PathBuf::from(DEBUG_LOG), PathBuf::from)),
             ds_skip_cuda_check: on(&get, "DS_SKIP_CUDA_CHECK"),
@@ -131,6 +137,17 @@ impl Environment {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// `accelerate` 1.15 sets the address of a group and no size of it.
+    #[test]
+    fn a_process_of_accelerate_knows_that_it_is_alone() {
+        let is_alone =
+            |names: &[&str]| Environment::read(|name| names.contains(&name).then(|| "1".to_owned())).is_alone;
+        let of_accelerate = ["ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"];
+        assert!(is_alone(&of_accelerate));
+        assert!(!is_alone(&of_accelerate[..1]) && !is_alone(&of_accelerate[1..]));
+        assert!(!is_alone(&[&of_accelerate[..], &["WORLD_SIZE"]].concat()));
+    }
 
     #[test]
     fn the_hub_is_where_its_python_library_has_it() {

@@ -266,7 +266,7 @@ fn unknown(entry: &Entry, verb: Option<Verb>) -> Problem {
     match (nearest(&entry.name, names), verb) {
         (Some(near), _) => problem.help(format!("did you mean `{dashes}{near}`?")),
         (None, Some(verb)) => problem.help(format!("`omnigrpo {} --help` lists the flags", verb.name())),
-        (None, None) => problem.help("`docs/flags.md` lists every setting"),
+        (None, None) => problem.help("`docs/generated/flags.md` lists every setting"),
     }
 }
 

@@ -51,6 +51,13 @@ pub fn resolve(verb: Verb, given: Layer, env: Environment) -> Result<Resolved, P
         notes.extend(rules::unreached_clip(&values, &settings));
     }
     notes.extend(notes_of(&settings));
+    if settings.env.is_alone && settings.env.processes <= 1 && verb.is_divided() && !settings.io.dry_run {
+        notes.push(
+            "`accelerate launch` was to start several processes and has started one, as it does without GPUs; \
+             `--nproc_per_node N` divides the work over N processes"
+                .into(),
+        );
+    }
     Ok(Resolved { verb, values, idle, settings, notes })
 }
 

@@ -17,6 +17,9 @@ use crate::rows::{prepare, prepare_split};
 use crate::saved_turns::{self, SavedTurn};
 use crate::step::Divided;
 
+/// Advice where a rollout in progress cannot be restored.
+const WITHOUT: &str = "resume from a checkpoint without a rollout in progress";
+
 /// State of a rollout that still has updates to come.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct BufferState {
@@ -198,29 +201,7 @@ impl BufferState {
         prompts_per_step: usize,
         moving_reference: bool,
     ) -> Result<Vec<Rollouts>> {
-        let size = algorithm.num_generations;
-        if self.rows.is_empty() || self.ids.iter().any(|group| group.len() != size) {
-            return Err(TrainError::Checkpoint {
-                what: format!(
-                    "its rollout in progress does not fit the run: {} rows, expected at least one, each with {size} completions; \
-                     resume from a checkpoint without a rollout in progress",
-                    self.rows.len()
-                ),
-            });
-        }
-        let needed = [
-            ("top_entropy_quantile", algorithm.loss.top_entropy < 1.0, self.kept.is_empty()),
-            ("loss_type", algorithm.loss.covariance != Covariance::Off, self.chosen.is_empty()),
-            ("the reference or teacher", moving_reference, self.reference.is_empty()),
-        ];
-        if let Some((setting, ..)) = needed.iter().find(|(_, needed, missing)| *needed && *missing) {
-            return Err(TrainError::Checkpoint {
-                what: format!(
-                    "its rollout in progress lacks the data for {setting}, because an earlier version wrote it; \
-                     resume from a checkpoint without a rollout in progress"
-                ),
-            });
-        }
+        self.check(algorithm, moving_reference)?;
         let at: Vec<(u64, u64)> = self.rows.iter().copied().zip(self.epochs.iter().copied()).collect();
         let owners = algorithm.split.owners(at.len(), algorithm.micro());
         let rows = prepare_split(&algorithm.split, dataset, &at, &owners, |(row, epoch)| {
@@ -228,39 +209,17 @@ impl BufferState {
         })?;
         let mut groups = Vec::with_capacity(self.rows.len());
         for (r, (number, prepared)) in self.rows.iter().zip(rows).enumerate() {
-            let row = prepared.map_err(|e| TrainError::Checkpoint {
-                what: format!("row {number} of a rollout in progress can no longer be read: {}", e.reason),
-            })?;
+            let fail = |what| TrainError::Checkpoint {
+                what: format!("row {number} of a rollout in progress {what}"),
+            };
+            let row = prepared.map_err(|e| fail(format!("can no longer be read: {}", e.reason)))?;
             if self.prompts.get(r).is_some_and(|prompt| *prompt != digest(&row.prompt.ids)) {
-                return Err(TrainError::Checkpoint {
-                    what: format!(
-                        "row {number} of a rollout in progress has another prompt than when its completions were sampled; an \
-                         environment must open a row in the same way each time; resume from a checkpoint without a rollout in \
-                         progress"
-                    ),
-                });
+                return Err(fail(format!(
+                    "has another prompt than when its completions were sampled; an environment must open a row in the same way \
+                     each time; {WITHOUT}"
+                )));
             }
-            let each = self.ids[r].iter().zip(&self.texts[r]).zip(self.truncated[r].iter().zip(&self.old[r]));
-            let mut sampled = self.sampled.get(r).into_iter().flatten();
-            let mut reference = self.reference.get(r).into_iter().flatten();
-            let mut teacher = self.teacher.get(r).into_iter().flatten();
-            let mut kept = self.kept.get(r).into_iter().flatten();
-            let mut chosen = self.chosen.get(r).into_iter().flatten();
-            let mut turns = self.turns.get(r).into_iter().flatten();
-            let completions = each.map(|((ids, text), (&cut, old))| {
-                let reason = if cut { FinishReason::Length } else { FinishReason::Stop };
-                let mut completion = Completion::recorded(ids.clone(), reason, text.clone());
-                completion.logprobs = sampled.next().cloned().unwrap_or_default();
-                saved_turns::give_back(&mut completion, turns.next().map_or(&[], Vec::as_slice));
-                Scored {
-                    reference: reference.next().cloned().flatten(),
-                    teacher: teacher.next().cloned().flatten(),
-                    kept: kept.next().cloned().flatten(),
-                    chosen: chosen.next().cloned().flatten(),
-                    ..Scored::new(completion, Some(old.clone()))
-                }
-            });
-            groups.push(Group { features: Vec::new(), completions: completions.collect(), row });
+            groups.push(Group { features: Vec::new(), completions: self.completions(r), row });
         }
         settle(model, prompts, algorithm, &mut groups)?;
         let rewards = RewardMatrix {
@@ -272,6 +231,56 @@ impl BufferState {
         };
         let rollouts = Rollouts::new(algorithm, groups, Vec::new(), rewards)?;
         Ok(rollouts.split(prompts_per_step))
+    }
+
+    /// Returns an error if the groups have another size than the algorithm's, or numbers that it needs are missing.
+    fn check(&self, algorithm: &Divided, moving_reference: bool) -> Result<()> {
+        let size = algorithm.num_generations;
+        if self.rows.is_empty() || self.ids.iter().any(|group| group.len() != size) {
+            let rows = self.rows.len();
+            let what = format!(
+                "its rollout in progress does not fit the run: {rows} rows, expected at least one, each with {size} completions; \
+                 {WITHOUT}"
+            );
+            return Err(TrainError::Checkpoint { what });
+        }
+        let needed = [
+            ("top_entropy_quantile", algorithm.loss.top_entropy < 1.0, self.kept.is_empty()),
+            ("loss_type", algorithm.loss.covariance != Covariance::Off, self.chosen.is_empty()),
+            ("the reference or teacher", moving_reference, self.reference.is_empty()),
+        ];
+        let Some((setting, ..)) = needed.iter().find(|(_, needed, missing)| *needed && *missing) else {
+            return Ok(());
+        };
+        let what = format!(
+            "its rollout in progress lacks the data for {setting}, because an earlier version wrote it; {WITHOUT}"
+        );
+        Err(TrainError::Checkpoint { what })
+    }
+
+    /// Returns the completions of group `g`.
+    fn completions(&self, g: usize) -> Vec<Scored> {
+        let each = self.ids[g].iter().zip(&self.texts[g]).zip(self.truncated[g].iter().zip(&self.old[g]));
+        let mut sampled = self.sampled.get(g).into_iter().flatten();
+        let mut reference = self.reference.get(g).into_iter().flatten();
+        let mut teacher = self.teacher.get(g).into_iter().flatten();
+        let mut kept = self.kept.get(g).into_iter().flatten();
+        let mut chosen = self.chosen.get(g).into_iter().flatten();
+        let mut turns = self.turns.get(g).into_iter().flatten();
+        each.map(|((ids, text), (&cut, old))| {
+            let reason = if cut { FinishReason::Length } else { FinishReason::Stop };
+            let mut completion = Completion::recorded(ids.clone(), reason, text.clone());
+            completion.logprobs = sampled.next().cloned().unwrap_or_default();
+            saved_turns::give_back(&mut completion, turns.next().map_or(&[], Vec::as_slice));
+            Scored {
+                reference: reference.next().cloned().flatten(),
+                teacher: teacher.next().cloned().flatten(),
+                kept: kept.next().cloned().flatten(),
+                chosen: chosen.next().cloned().flatten(),
+                ..Scored::new(completion, Some(old.clone()))
+            }
+        })
+        .collect()
     }
 }
 

@@ -5,7 +5,7 @@
 //! (docs/gpu-h100.md), so times of other cards are estimates.
 
 use omnigrpo_models::{Model, Prompt};
-use omnigrpo_ops::Rates;
+use omnigrpo_ops::{DeltaHeads, Rates};
 
 use crate::forecast::StepTime;
 use crate::memory::{MemoryPlan, ReferenceKept, Work};
@@ -46,9 +46,13 @@ struct Sizes {
     head: f64,
     /// Bytes of the weights that a step of decoding reads.
     decode_bytes: f64,
-    /// Width of all queries and of all keys, over all layers.
+    /// Width of all queries and of all keys, over all layers that attend.
     queries: f64,
     keys: f64,
+    /// Operations of a token in the gated delta rule, over all layers that have it.
+    delta: f64,
+    /// Bytes of the states of a sequence in these layers.
+    states: f64,
     tower: f64,
     trains_tower: bool,
     num_trained: f64,
@@ -69,6 +73,17 @@ impl Sizes {
             let one = (3 * config.hidden * experts.intermediate * config.layers) as f64;
             one * experts.count.saturating_sub(experts.topk) as f64
         });
+        let deltas = (0..config.layers).filter(|&l| config.is_delta(l)).count();
+        let [mut delta, mut states] = [0.0; 2];
+        if let Some(own) = &config.delta {
+            let DeltaHeads { value, key_dim, value_dim, .. } = own.heads;
+            // Eight products of each chunk of 64 rows; tensor cores multiply the parts of a factor in three products.
+            let each = 3 * key_dim * value_dim + 64 * (3 * key_dim + 2 * value_dim);
+            delta = (2 * 3 * deltas * value * each) as f64;
+            let inputs = (own.taps - 1) * own.heads.packed_width();
+            states = (4 * deltas * (inputs + own.heads.state_len())) as f64;
+        }
+        let attending = config.layers - deltas;
         let of_decoder = |param: &_| layers.iter().flatten().any(|own| std::sync::Arc::ptr_eq(own, param));
         let tower: Vec<_> = model.base_params().iter().filter(|param| !of_decoder(param)).collect();
         let head = (config.hidden * config.vocab) as f64;
@@ -80,8 +95,10 @@ impl Sizes {
             trained: if all > 0.0 { trained / all } else { 0.0 },
             head,
             decode_bytes: head_bytes + block_bytes,
-            queries: (config.heads.q_width() * config.layers) as f64,
-            keys: (2 * config.heads.kv_width() * config.layers) as f64,
+            queries: (config.heads.q_width() * attending) as f64,
+            keys: (2 * config.heads.kv_width() * attending) as f64,
+            delta,
+            states,
             tower: tower.iter().map(|param| param.len() as f64).sum(),
             trains_tower: tower.iter().any(|param| param.trainable()),
             num_trained: model
@@ -95,7 +112,9 @@ impl Sizes {
 
     /// Returns the operations of a forward pass: of the blocks over tokens that see a mean number of keys, and of the head.
     fn pass(&self, tokens: f64, keys: f64, scored: f64) -> f64 {
-        2.0 * self.active * tokens + 4.0 * self.queries * tokens * keys + 2.0 * self.head * scored
+        (2.0 * self.active + self.delta) * tokens
+            + 4.0 * self.queries * tokens * keys
+            + 2.0 * self.head * scored
     }
 }
 
@@ -134,7 +153,9 @@ impl Rollout<'_> {
         let prefill = sizes.pass(prompts, prompts / (2.0 * self.prompts.len() as f64).max(1.0), 0.0);
         // The cache has two bytes for each number.
         let cache = 2.0 * sizes.keys * (prompts + self.sequences() * self.tokens / 2.0);
-        let token = (sizes.decode_bytes + cache) / (MEMORY_SHARE * rates.bytes)
+        // A step reads the states and writes them.
+        let states = 2.0 * sizes.states * self.sequences();
+        let token = (sizes.decode_bytes + cache + states) / (MEMORY_SHARE * rates.bytes)
             + 2.0 * (sizes.active + sizes.head) * self.sequences() / (PASS_SHARE * rates.flops);
         prefill / (PASS_SHARE * rates.flops) + self.tokens * token
     }

@@ -82,23 +82,18 @@ pub fn describe(
             .longest
             .iter()
             .take(SHOWN_LONGEST)
-            .map(|p| format!("{} (row {}, id {})", p.num_tokens, p.row, p.id))
+            .map(|p| format!("{} (--row {}, id {})", p.num_tokens, p.row, p.id))
             .collect();
         out.push_str(&format!("longest prompts, in tokens: {}\n", longest.join(", ")));
     }
     for problem in report.problems.iter().take(SHOWN) {
         out.push_str(&format!(
-            "bad row {} ({}, line {}): {}\n",
-            problem.row,
+            "bad row {}:{} (--row {}): {}\n",
             problem.file.display(),
             problem.line,
+            problem.row,
             problem.what
         ));
-    }
-    if !report.problems.is_empty() || with_lengths && !report.longest.is_empty() {
-        out.push_str(
-            "rows count from 0, as in `data show`; lines, and the ids of rows without one, from 1\n",
-        );
     }
     if report.problems.len() > SHOWN {
         out.push_str(&format!("… and {} more bad rows\n", report.problems.len() - SHOWN));

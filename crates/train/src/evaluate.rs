@@ -11,6 +11,7 @@ use omnigrpo_rewards::{EvalRow, Measures, RewardMatrix, RewardSet, Summary, answ
 use omnigrpo_rollout::{
     Completion, FinishReason, GenerateOptions, Generator, Interaction, MAX_LIVE, SamplingParams,
 };
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
@@ -195,7 +196,7 @@ pub struct Batch<'a> {
 
 /// Evaluates like [`evaluate`] but skips the rows in `done`. `each` is called with every batch of the remaining rows once it is
 /// scored.
-pub fn evaluate_rest(
+fn evaluate_rest(
     model: &Model,
     rewards: &RewardSet,
     plan: &EvalPlan,
@@ -215,52 +216,57 @@ pub fn evaluate_rest(
     conclude(rewards, plan, done, skipped)
 }
 
-/// Evaluates like [`evaluate`] over ranks. Each rank completes its batches of rows. The first one scores all of them and passes the
-/// usable evaluation to `concluded`. The other ranks get the metrics only.
-pub(crate) fn evaluate_split(
+/// Evaluates like [`evaluate`] over ranks, without the rows in `done`, which the first rank has. Each rank completes its batches of rows.
+/// The first one scores all of them, as one process would. It calls `each` with every batch, and `concluded` with the evaluation. The other
+/// ranks get the metrics only.
+///
+/// # Errors
+/// Returns the same error on all ranks if one of them fails, also in `each` or `concluded`.
+pub fn evaluate_split(
     split: &Split,
     model: &Model,
     rewards: &RewardSet,
     plan: &EvalPlan,
-    progress: &mut dyn FnMut(u64),
+    mut done: BTreeMap<u64, Judged>,
+    each: &mut dyn FnMut(Batch<'_>) -> Result<()>,
     concluded: impl FnOnce(&Evaluation) -> Result<()>,
 ) -> Result<Evaluation> {
     if split.ranks.size() == 1 {
-        let evaluation = evaluate(model, rewards, plan, progress)?;
-        evaluation.usable()?;
+        let evaluation = evaluate_rest(model, rewards, plan, done, each)?;
         concluded(&evaluation)?;
         return Ok(evaluation);
     }
-    let (mut done, mut skipped) = (BTreeMap::new(), Vec::new());
-    let size = plan.options.batch_rows.max(1);
-    // A failure of scoring reaches the other ranks with the next batch, or at the end.
-    let mut judged = Ok(());
-    for batches in plan.rows.chunks(size * split.ranks.size()) {
-        let own = batches.chunks(size).nth(split.ranks.rank()).unwrap_or_default();
-        let completed = judged.and_then(|()| complete(model, rewards, plan, own)).map(|own| {
+    let is_done = |row: &u64| done.contains_key(row);
+    let rest =
+        split.by_first(|| Ok(plan.rows.iter().copied().filter(|row| !is_done(row)).collect::<Vec<_>>()))?;
+    let mut skipped = Vec::new();
+    // A failure of the first rank reaches the other ranks with the next batch, or at the end.
+    let scored = in_batches(
+        split,
+        &rest,
+        plan.options.batch_rows,
+        &mut |own| {
+            let own = complete(model, rewards, plan, own)?;
             let rows: Vec<u64> = own.rows.iter().map(|row| row.sample.row).collect();
             let completions = own.completions.into_iter().map(saved_turns::sent);
-            (rows, completions.collect::<Vec<_>>(), own.skipped)
-        });
-        let all = split.share(completed)?;
-        let all = all.into_iter().filter(|_| split.ranks.is_first());
-        judged = (|| {
-            for (rows, completions, unusable) in all {
-                let read = |row: u64| plan.dataset.get(row).map_err(|e| unreadable(row, &e));
-                let samples = rows.into_iter().map(read).collect::<Result<Vec<_>>>()?;
-                let completions: Vec<_> = completions.into_iter().map(saved_turns::received).collect();
-                done.extend(judge(rewards, plan, &samples.iter().collect::<Vec<_>>(), &completions)?);
-                skipped.extend(unusable);
-            }
+            Ok((rows, completions.collect::<Vec<_>>(), own.skipped))
+        },
+        &mut |(rows, completions, unusable)| {
+            let num_rows = (rows.len() + unusable.len()) as u64;
+            let read = |row: u64| plan.dataset.get(row).map_err(|e| unreadable(row, &e));
+            let samples = rows.into_iter().map(read).collect::<Result<Vec<_>>>()?;
+            let completions: Vec<_> = completions.into_iter().map(saved_turns::received).collect();
+            let judged = judge(rewards, plan, &samples.iter().collect::<Vec<_>>(), &completions)?;
+            skipped.extend(unusable);
+            each(Batch { num_rows, judged: &judged })?;
+            done.extend(judged);
             Ok(())
-        })();
-        progress(batches.len() as u64);
-    }
+        },
+    )?;
     let mut evaluation = None;
     let metrics = split.by_first(|| {
-        judged?;
+        scored?;
         let own = conclude(rewards, plan, done, skipped)?;
-        own.usable()?;
         concluded(&own)?;
         let metrics = own.summary.metrics.clone();
         evaluation = Some(own);
@@ -269,6 +275,27 @@ pub(crate) fn evaluate_split(
     let others =
         || Evaluation { summary: Summary { metrics, ..Summary::default() }, ..Evaluation::default() };
     Ok(evaluation.unwrap_or_else(others))
+}
+
+/// Makes something of rows over ranks, a batch of each rank at a time: `make` on the rank of a batch, then `take` on the first rank, in the
+/// order of the rows. Returns the result of the last batches of this rank, which the others do not know of yet.
+pub(crate) fn in_batches<T: Serialize + DeserializeOwned>(
+    split: &Split,
+    rows: &[u64],
+    batch_rows: usize,
+    make: &mut dyn FnMut(&[u64]) -> Result<T>,
+    take: &mut dyn FnMut(T) -> Result<()>,
+) -> Result<Result<()>> {
+    let (size, ranks) = (batch_rows.max(1), &split.ranks);
+    let mut taken = Ok(());
+    for batches in rows.chunks(size * ranks.size()) {
+        let own = batches.chunks(size).nth(ranks.rank());
+        let made = taken.and_then(|()| own.map(&mut *make).transpose()).map(Vec::from_iter);
+        let all = split.share(made)?;
+        let mut of_all = all.into_iter().flatten().filter(|_| ranks.is_first());
+        taken = of_all.try_for_each(&mut *take);
+    }
+    Ok(taken)
 }
 
 /// Rows of a batch with their completions.

@@ -4,11 +4,14 @@ use omnigrpo_data::Dataset;
 use omnigrpo_guard::told;
 use omnigrpo_models::{AddedTurn, GroupStream, Model, PackedStream, Prompt, PromptBuilder};
 use omnigrpo_rollout::{Completion, GenerateOptions, Generator, Interaction, TokenEvent};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use crate::error::{Result, TrainError};
-use crate::evaluate::EvalOptions;
+use crate::evaluate::{EvalOptions, in_batches};
 use crate::features::encode_plain;
 use crate::rows::{PreparedRow, Ready, Unusable, prepare, prepare_all, requests};
+use crate::split::Split;
 use crate::step::Algorithm;
 use crate::streams::pack;
 
@@ -199,4 +202,38 @@ pub fn generate(
         each(GeneratedBatch { rows: &rows, completions: &completions, unusable: &unusable })?;
     }
     Ok(())
+}
+
+/// Samples like [`generate`] over ranks. `make` is called for every batch on the rank that samples it, and `each` for its results on the
+/// first rank, in the order of the rows. `rows` are those of the first rank.
+///
+/// # Errors
+/// Returns the same error on all ranks if one of them fails, also in `make` or `each`.
+pub fn generate_split<T: Serialize + DeserializeOwned>(
+    split: &Split,
+    (model, prompts): (&Model, &PromptBuilder),
+    (dataset, rows): (&Dataset, &[u64]),
+    (options, interaction): (&EvalOptions, Option<&Interaction>),
+    token: &mut dyn FnMut(TokenEvent),
+    make: &dyn Fn(GeneratedBatch<'_>) -> Result<T>,
+    each: &mut dyn FnMut(T) -> Result<()>,
+) -> Result<()> {
+    if split.ranks.size() == 1 {
+        let each = &mut |batch: GeneratedBatch<'_>| each(make(batch)?);
+        return generate(model, prompts, (dataset, rows), (options, interaction), token, each);
+    }
+    let rows = split.by_first(|| Ok(rows.to_vec()))?;
+    let mut of_batch = |own: &[u64]| {
+        let mut made = Vec::new();
+        let each = &mut |batch: GeneratedBatch<'_>| {
+            made.push(make(batch)?);
+            Ok(())
+        };
+        generate(model, prompts, (dataset, own), (options, interaction), &mut *token, each)?;
+        Ok(made)
+    };
+    let taken = in_batches(split, &rows, options.batch_rows, &mut of_batch, &mut |made| {
+        made.into_iter().try_for_each(&mut *each)
+    })?;
+    split.agree(taken)
 }

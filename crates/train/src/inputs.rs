@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 use sha2::{Digest as _, Sha256};
 
 use crate::error::{Result, TrainError};
-use crate::policy::Policy;
+use crate::policy::{ModelPlan, Policy};
 
 /// Maximum number of bytes that are read of a reward's file. Programs are small texts.
 const MAX_REWARD_FILE_BYTES: u64 = 16 << 20;
@@ -42,6 +42,16 @@ pub fn digests(dataset: &Dataset, files: &[PathBuf]) -> Result<Map<String, Value
         let digest: String = Sha256::digest(&content).iter().take(16).map(|b| format!("{b:02x}")).collect();
         out.insert(format!("content of {}", path.display()), digest.into());
     }
+    Ok(out)
+}
+
+/// Returns what must be the same on all ranks that sample from a model: digests of its files, of rows and media, and of the given files.
+///
+/// # Errors
+/// Returns an error if a file cannot be read.
+pub fn described(plan: &ModelPlan, dataset: &Dataset, files: &[PathBuf]) -> Result<Map<String, Value>> {
+    let mut out = of_model(&Policy::Planned(Box::new(plan.clone())), None, &plan.outline_to_read()?)?;
+    out.extend(digests(dataset, files)?);
     Ok(out)
 }
 

@@ -23,7 +23,7 @@ use omnigrpo_text::{Role, Turn};
 
 use crate::error::{DEVICE, Result, TrainError};
 use crate::features::{self, Keep};
-use crate::imitate::imitate;
+use crate::imitate::{StepExample, imitate};
 use crate::lender::is_lent;
 use crate::optimizer::{AdamW, AdamWConfig, Offload};
 use crate::rollouts::{Group, Kept, Rollouts, Scored};
@@ -128,6 +128,8 @@ pub struct Memory {
     pub media: u64,
     /// Decoded media that are stored for later passes over the data, without `media`. The caller sets it.
     pub media_store: u64,
+    /// Pixels of the largest medium while it is decoded. The caller sets it.
+    pub decoding: u64,
     /// Features of media and kept activations of towers, at the peak of the passes.
     pub features: u64,
     /// Activations at the peak of the passes.
@@ -179,7 +181,7 @@ impl Memory {
     }
 
     /// Returns each part with its name.
-    pub fn parts(&self) -> [(&'static str, u64); 17] {
+    pub fn parts(&self) -> [(&'static str, u64); 18] {
         [
             ("program and rows", self.program),
             ("reward models", self.rewards),
@@ -191,6 +193,7 @@ impl Memory {
             ("gradients", self.gradients),
             ("decoded media", self.media),
             ("media kept for later passes", self.media_store),
+            ("a medium being decoded", self.decoding),
             ("features of media", self.features),
             ("activations", self.activations),
             ("cache of completions", self.cache),
@@ -437,7 +440,14 @@ pub(crate) fn imitated(model: &Model, plan: &MemoryPlan, examples: &[SftExample]
     let mut optimizer = AdamW::new(plan.optimizer.clone(), model.params());
     let at = UpdateAt { step: 0, learning_rate_factor: 1.0 };
     let mut timer = PhaseTimer::start(Instant::now());
-    imitate(model, &mut optimizer, at, plan.algorithm, examples, &mut timer).map(drop)
+    let algorithm = alone(plan.algorithm);
+    let examples: Vec<StepExample<'_>> = examples.iter().map(StepExample::from).collect();
+    imitate((model, None), &mut optimizer, at, &algorithm, (Ok(()), &examples), &mut timer).map(drop)
+}
+
+/// Returns the algorithm for an outline, which this process alone runs.
+fn alone(algorithm: &Divided) -> Divided {
+    Algorithm { split: Division::default(), ..algorithm.algorithm.clone() }.into()
 }
 
 /// Completes the prompts of an evaluation.
@@ -458,9 +468,7 @@ pub(crate) fn reinforce(
     rows: &[PreparedRow],
     take: &mut impl FnMut(Phase, Footprint),
 ) -> Result<()> {
-    // This process alone runs the outline.
-    let algorithm = Algorithm { split: Division::default(), ..plan.algorithm.algorithm.clone() };
-    let algorithm = &Divided::from(algorithm);
+    let algorithm = &alone(plan.algorithm);
     let size = algorithm.num_generations;
     let teaches_itself = plan.reference == ReferenceKept::Policy;
     let start = match &plan.own_reference {

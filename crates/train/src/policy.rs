@@ -105,7 +105,7 @@ impl ModelPlan {
     }
 
     /// Returns the outline of the model that [`Self::load_to_read`] returns.
-    fn outline_to_read(&self) -> Result<Model> {
+    pub(crate) fn outline_to_read(&self) -> Result<Model> {
         let mut outline =
             self.with_options(&Selection::NONE, (Device::Outline, InPlace::All), |options| {
                 Ok(Model::load(&self.checkpoint, &LoadOptions { outline: true, ..*options })?)

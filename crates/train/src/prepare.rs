@@ -103,12 +103,26 @@ pub struct Prepared {
     typical: Longest,
     /// Mean memory of a row's decoded media, bytes, of training and of held-out rows; `None` if the rows were not checked.
     row_media_bytes: [Option<f64>; 2],
+    /// Memory that decoding the largest medium takes, bytes; 0 if the rows were not checked.
+    decoding_bytes: u64,
     resumes: Option<(PathBuf, u64)>,
     /// Outline of the reference, if it is another model.
     reference: Option<Arc<Model>>,
     forecast: Forecast,
     /// Digests of the inputs.
     inputs: Map<String, Value>,
+}
+
+/// Results of the check of the rows.
+#[derive(Default)]
+struct CheckedData {
+    /// Rows that must never be drawn: number, id and reason.
+    bad_rows: Vec<(u64, String, String)>,
+    /// Numbers of the longest rows.
+    longest: Vec<u64>,
+    /// Mean memory of a row, as [`Prepared::row_media_bytes`].
+    row_media_bytes: [Option<f64>; 2],
+    decoding_bytes: u64,
 }
 
 /// Memory that a run takes, with the longest rows and completions.
@@ -252,7 +266,7 @@ impl Run {
         if let Some(dir) = &self.output_dir {
             resume::find_requested(&self.plan.resume.from, dir)?;
         }
-        let (bad_rows, longest, row_media_bytes) = self.check_data(console)?;
+        let CheckedData { bad_rows, longest, row_media_bytes, decoding_bytes } = self.check_data(console)?;
         let objective = self.plan.objective;
         let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
         let usable: Vec<u64> = self.rows.iter().copied().filter(|row| !bad.contains(row)).collect();
@@ -270,6 +284,7 @@ impl Run {
             longest,
             typical,
             row_media_bytes,
+            decoding_bytes,
             resumes,
             reference,
             forecast,
@@ -363,13 +378,10 @@ impl Run {
             .into())
     }
 
-    /// Checks rows and rewards. Returns the unusable rows, the numbers of the longest rows, and the mean memory of a row's media.
-    #[expect(clippy::type_complexity, reason = "three results of one check, taken apart at once")]
-    fn check_data(
-        &self,
-        console: &Console,
-    ) -> Result<(Vec<(u64, String, String)>, Vec<u64>, [Option<f64>; 2])> {
-        let (mut bad_rows, mut longest, mut media_bytes) = (Vec::new(), Vec::new(), [None; 2]);
+    /// Checks rows and rewards.
+    fn check_data(&self, console: &Console) -> Result<CheckedData> {
+        let CheckedData { mut bad_rows, mut longest, mut row_media_bytes, mut decoding_bytes } =
+            CheckedData::default();
         // Held-out rows of the same dataset are checked with it.
         let held_out = self.eval.as_ref().filter(|eval| !Arc::ptr_eq(&eval.dataset, &self.dataset));
         let evaluated = held_out.map(|eval| (EVALUATION, &eval.dataset));
@@ -393,7 +405,8 @@ impl Run {
             if let Some(eval) = held_out {
                 let which = (EVALUATION, Objective::Reinforce);
                 let report = self.check(which, &eval.dataset, &eval.prompts, None, console)?;
-                media_bytes[1] = Some(checks::mean_media_bytes(&report));
+                row_media_bytes[1] = Some(checks::mean_media_bytes(&report));
+                decoding_bytes = report.decoding_bytes;
             }
             let which = (TRAINING, self.plan.objective);
             let report = self.check(which, &self.dataset, &self.prompts, survey.as_ref(), console)?;
@@ -404,8 +417,9 @@ impl Run {
                 let system = self.prompts.settings().render.system.as_deref();
                 checks::warnings(&survey.seen(), system).iter().for_each(|line| console.notice(line));
             }
-            media_bytes[0] = Some(checks::mean_media_bytes(&report));
-            media_bytes[1] = media_bytes[1].or(media_bytes[0]);
+            row_media_bytes[0] = Some(checks::mean_media_bytes(&report));
+            row_media_bytes[1] = row_media_bytes[1].or(row_media_bytes[0]);
+            decoding_bytes = decoding_bytes.max(report.decoding_bytes);
             longest.extend(report.longest.iter().map(|prompt| prompt.row));
             bad_rows.extend(report.problems.into_iter().map(|p| {
                 (p.row, self.dataset.id(p.row), format!("{}:{}: {}", p.file.display(), p.line, p.what))
@@ -421,7 +435,7 @@ impl Run {
             longest.extend(self.rows.iter().copied().take(PREPARED));
         }
         self.check_rewards(&bad_rows, console)?;
-        Ok((bad_rows, longest, media_bytes))
+        Ok(CheckedData { bad_rows, longest, row_media_bytes, decoding_bytes })
     }
 
     /// Reads every row of a dataset, and the header of every medium.
@@ -595,6 +609,7 @@ impl Prepared {
         let loaded = if let Policy::Loaded(_) = self.run.model { main.weights + main.adapters } else { 0 };
         main.program = room::resident().saturating_sub(self.run.reward_bytes + loaded);
         main.rewards = self.run.reward_bytes;
+        main.decoding = self.decoding_bytes;
         // The ranks of a machine share its main memory.
         let given = variant.media_bytes.map(|given| given / self.run.algorithm.split.local.max(1) as u64);
         let left = self.main_memory().map(|bytes| bytes.saturating_sub(main.total()));

@@ -8,16 +8,16 @@ use std::time::{Duration, Instant};
 
 use omnigrpo_data::{Dataset, MediumSource, Order, RowError, Sample};
 use omnigrpo_guard::{Fault, WAITS, fault, retried, told};
-use omnigrpo_models::{
-    Features, MediumInput, MediumShape, Model, ModelError, Prompt, PromptBuilder, SftExample,
-};
+use omnigrpo_models::{Features, MediumInput, MediumShape, Model, ModelError, Prompt, PromptBuilder};
 use omnigrpo_rewards::RewardSet;
 use omnigrpo_rollout::Request;
 use omnigrpo_text::MediumKind;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{MAX_SHARE, Result, STRICT, TrainError};
 use crate::features::encode_plain;
+use crate::imitate::{ExampleSize, StepExample};
 use crate::scoring;
 use crate::split::Split;
 
@@ -261,28 +261,41 @@ pub(crate) fn prepare_split(
     dataset: &Dataset,
     rows: &[(u64, u64)],
     owners: &[usize],
-    mut make: impl FnMut((u64, u64)) -> Attempt<PreparedRow>,
+    make: impl FnMut((u64, u64)) -> Attempt<PreparedRow>,
 ) -> Result<Vec<Result<PreparedRow, Unusable>>> {
+    make_split(split, rows, owners, make, Sent::of, |(row, epoch), sent: Sent| {
+        let sample = dataset.get(row).map_err(|error| unreadable(row, &error))?;
+        Ok(sent.row(sample, epoch))
+    })
+}
+
+/// Makes something of rows over ranks: each rank of those that it owns, by calling `make`. `send` returns what the other ranks need of
+/// it, and `receive` what they have instead.
+///
+/// # Errors
+/// Returns an error on all ranks if `make` or `receive` fails on one of them.
+fn make_split<T, S: Serialize + DeserializeOwned>(
+    split: &Split,
+    rows: &[(u64, u64)],
+    owners: &[usize],
+    mut make: impl FnMut((u64, u64)) -> Attempt<T>,
+    send: impl Fn(&T) -> S,
+    receive: impl Fn((u64, u64), S) -> Result<T>,
+) -> Result<Vec<Result<T, Unusable>>> {
     let mut here = HashMap::new();
     let mut own = Vec::new();
     let each = rows.iter().zip(owners).enumerate().filter(|(_, (_, owner))| **owner == split.ranks.rank());
     let done = each.map(|(place, (at, _))| (place, *at)).try_for_each(|(place, at)| {
         let made = make(at)?;
-        own.push((place, made.as_ref().map(Sent::of).map_err(Unusable::clone)));
+        own.push((place, made.as_ref().map(&send).map_err(Unusable::clone)));
         here.insert(place, made);
         Ok(())
     });
     let sent = split.collect(rows.len(), done.map(|()| own))?;
-    let row = |(place, sent): (usize, Result<Sent, Unusable>)| {
-        let (row, epoch) = rows[place];
-        match (here.remove(&place), sent) {
-            (Some(made), _) => Ok(made),
-            (None, Err(unusable)) => Ok(Err(unusable)),
-            (None, Ok(sent)) => {
-                let sample = dataset.get(row).map_err(|error| unreadable(row, &error))?;
-                Ok(Ok(sent.row(sample, epoch)))
-            }
-        }
+    let row = |(place, sent): (usize, Result<S, Unusable>)| match (here.remove(&place), sent) {
+        (Some(made), _) => Ok(made),
+        (None, Err(unusable)) => Ok(Err(unusable)),
+        (None, Ok(sent)) => receive(rows[place], sent).map(Ok),
     };
     split.agree(sent.into_iter().enumerate().map(row).collect())
 }
@@ -372,7 +385,24 @@ pub enum Making {
 
 enum Made {
     Prompt(Box<PreparedRow>),
-    Example(SftExample),
+    Example(Box<StepExample<'static>>),
+}
+
+impl Made {
+    /// Returns false if another rank has decoded the row.
+    fn is_here(&self) -> bool {
+        match self {
+            Self::Prompt(row) => row.is_here(),
+            Self::Example(example) => example.here().is_some(),
+        }
+    }
+}
+
+/// Prepared form of a row as every rank needs it.
+#[derive(Serialize, Deserialize)]
+enum SentForm {
+    Prompt(Sent),
+    Example(ExampleSize),
 }
 
 /// Source of prepared rows in order. An unusable row is replaced by the next one.
@@ -422,7 +452,7 @@ fn make(
             }
             Making::Example => {
                 let example = prompts.build_sft(&sample, epoch)?;
-                (sample.id, Made::Example(example))
+                (sample.id, Made::Example(Box::new(example.into())))
             }
         })
     })
@@ -520,8 +550,8 @@ impl RowSource {
     }
 
     /// Draws the next `count` rows as supervised examples.
-    pub(crate) fn draw_sft(&mut self, count: usize) -> Result<Vec<SftExample>> {
-        let each = |made| if let Made::Example(example) = made { Some(example) } else { None };
+    pub(crate) fn draw_sft(&mut self, count: usize) -> Result<Vec<StepExample<'static>>> {
+        let each = |made| if let Made::Example(example) = made { Some(*example) } else { None };
         Ok(self.draw_made(count, Making::Example)?.into_iter().filter_map(each).collect())
     }
 
@@ -580,13 +610,24 @@ impl RowSource {
         }
         let rows = self.next(count - done);
         let owners = split.owners(count, *micro);
-        let prepared = prepare_split(split, &dataset, &rows, &owners[done..], |at| match attempt(at)? {
-            Ok((_, Made::Prompt(row))) => Ok(Ok(*row)),
-            Ok((id, Made::Example(_))) => Err(TrainError::Data {
-                what: format!("row {id}: supervised training over ranks is unsupported"),
-            }),
-            Err(unusable) => Ok(Err(unusable)),
-        })?;
+        let send = |(id, made): &(String, Made)| {
+            let form = match made {
+                Made::Prompt(row) => SentForm::Prompt(Sent::of(row)),
+                Made::Example(example) => SentForm::Example(example.size()),
+            };
+            (id.clone(), form)
+        };
+        let receive = |(row, epoch), (id, form): (String, SentForm)| {
+            let made = match form {
+                SentForm::Prompt(sent) => {
+                    let sample = dataset.get(row).map_err(|error| unreadable(row, &error))?;
+                    Made::Prompt(Box::new(sent.row(sample, epoch)))
+                }
+                SentForm::Example(size) => Made::Example(Box::new(StepExample::Elsewhere(size))),
+            };
+            Ok((id, made))
+        };
+        let prepared = make_split(split, &rows, &owners[done..], &mut attempt, send, receive)?;
         let mut made = Vec::with_capacity(rows.len());
         let mut rest = rows.into_iter().zip(prepared);
         // An empty order returns its error here.
@@ -594,13 +635,13 @@ impl RowSource {
             let row = self.order.draw()?;
             let Some((_, own)) = rest.next() else { break };
             let unusable = own.is_err();
-            made.push((row, own.map(|own| (own.sample.id.clone(), Made::Prompt(Box::new(own))))));
+            made.push((row, own));
             if unusable || rest.len() == 0 {
                 break;
             }
         }
-        let here = rest.filter_map(|(at, own)| Some((at, own.ok().filter(PreparedRow::is_here)?)));
-        ready.extend(here.map(|(at, own)| (at, Ok((own.sample.id.clone(), Made::Prompt(Box::new(own)))))));
+        let here = rest.filter_map(|(at, own)| Some((at, own.ok().filter(|(_, made)| made.is_here())?)));
+        ready.extend(here.map(|(at, own)| (at, Ok(own))));
         Ok(made)
     }
 

@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
 use crate::evaluate::EvalPlan;
-use crate::imitate;
+use crate::imitate::imitate;
 use crate::lender::{Lenders, Models};
 use crate::length::Length;
 use crate::optimizer::AdamW;
@@ -251,13 +251,14 @@ impl Loop {
     fn imitate(&mut self, at: UpdateAt, timer: &mut PhaseTimer) -> Result<Updated> {
         let (step, length) = (at.step, self.length);
         let drawn = timed(timer, "data", || self.source.draw_sft(length.num_rows(step)));
-        self.record_skipped(step + 1)?;
+        let recorded = self.record_skipped(step + 1);
         let examples = drawn?;
         if step + 1 < length.total {
             self.source.prepare_ahead(length.num_rows(step + 1), Making::Example);
         }
-        let outcome =
-            imitate::imitate(&self.model, &mut self.optimizer, at, &self.algorithm, &examples, timer)?;
+        let models = models(&self.model, None, false, &self.lenders);
+        let examples = (recorded, examples.as_slice());
+        let outcome = imitate(models, &mut self.optimizer, at, &self.algorithm, examples, timer)?;
         Ok(Updated { metrics: outcome.metrics(), reward: None, recorded: Ok(()) })
     }
 

@@ -40,6 +40,8 @@ class Fault:
 
 OF_BLOCK = "i64 begin = blockIdx.x * per_block, end = begin + per_block < n ? begin + per_block : n;"
 NO_WAIT = "has not waited for"
+STEP = "step::kernels_of_a_step_wait_for_those_before_them"
+EARLY = "that a launch before this one may still access"
 FAULTS = [
     Fault(
         "operands of cvt.rn.bf16x2 swapped",
@@ -141,8 +143,8 @@ FAULTS = [
     Fault(
         "one group of copies too few in decoding",
         "attention",
-        "wait_copies<1>",
-        "wait_copies<2>",
+        "wait_copies<STAGES - 1>",
+        "wait_copies<STAGES>",
         "decoding_of_every_group_size",
         NO_WAIT,
     ),
@@ -204,9 +206,49 @@ FAULTS = [
         "left: [1-9]|draws_from_nan .* FAILED",
     ),
     Fault(
+        "a product reads its input before it waits",
+        "linear",
+        "    wait_previous();\n    // The first",
+        "    if (*(const u32*)from_x == 0x7fc17fc1u) return;\n    wait_previous();\n    // The first",
+        STEP,
+        EARLY,
+    ),
+    Fault(
+        "attention to a completion starts before its rows are complete",
+        "attention",
+        "wait_previous(), start_next();",
+        "start_next(), wait_previous();",
+        STEP,
+        EARLY,
+    ),
+    Fault(
+        "attention joins parts before it waits",
+        "attention",
+        "    wait_previous();\n    if (!finishes_last(",
+        "    if (partial[0] == 1e38f) return;\n    wait_previous();\n    if (!finishes_last(",
+        STEP,
+        EARLY,
+    ),
+    Fault(
+        "a norm reads rows before it waits",
+        "norms",
+        "start_next(), wait_previous();\n    SHARED(float, red, 32);",
+        "start_next();\n    if (load(x, (i64)blockIdx.x * dim) == 1e38f) return;\n    wait_previous();\n    SHARED(float, red, 32);",
+        STEP,
+        EARLY,
+    ),
+    Fault(
+        "a draw reads logits before it waits",
+        "sample",
+        "start_next(), wait_previous();",
+        "start_next();\n    if (logits[0] == 1e38f) return;\n    wait_previous();",
+        STEP,
+        EARLY,
+    ),
+    Fault(
         "NaN is rounded to a zero",
         "elementwise",
-        "if (w != w) upper = 0x7fffu, whole = 0x7fff0000u;",
+        "if (x != x) top = 0x7fffu, whole = 0x7fff0000u;",
         "",
         "edges::nan_is_never_hidden",
         "adamw of a weight in two halves, .* is -?0",

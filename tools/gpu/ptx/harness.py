@@ -33,6 +33,7 @@ class Kernels:
         subprocess.run(["g++", *flags, f"-I{EMULATOR}", f"-I{HERE}", "-shared", "-o", library, *sources], check=True)
         self.library = ctypes.CDLL(str(library))
         self.library.emulated_launch.restype = ctypes.c_char_p
+        self.library.emulated_early.argtypes = [ctypes.c_bool]
         self.hazards, self.kept = hazards, []
 
     def array(self, data, defined=True):
@@ -49,12 +50,13 @@ class Kernels:
                 self.library.emulated_memory(ctypes.c_uint64(at), ctypes.c_size_t(len(data)), event)
         return array
 
-    def launch(self, name, arrays, threads=32, blocks=1, shared=0, schedule=0):
+    def launch(self, name, arrays, threads=32, blocks=1, shared=0, schedule=0, early=False):
         """Returns the message of the failure, or None."""
         pointers = [ctypes.c_uint64(ctypes.addressof(array)) for array in arrays]
         arguments = (ctypes.c_void_p * len(pointers))(*(ctypes.addressof(pointer) for pointer in pointers))
         sizes = (ctypes.c_size_t * len(pointers))(*[8] * len(pointers))
         grid = (ctypes.c_uint * 3)(blocks, 1, 1)
+        self.library.emulated_early(early)
         failure = self.library.emulated_launch(
             b"test",
             name.encode(),

@@ -5,7 +5,9 @@
 //   operations need no order among themselves. The order in which the emulator happened to run threads does not matter;
 // * bytes are accessed that belong to no array, or lie behind the shared memory that the launch asked for;
 // * bytes are read that nothing has written: in shared memory since the block began, in global memory since the allocation;
-// * an asynchronous copy's target is accessed before its thread has waited for it.
+// * an asynchronous copy's target is accessed before its thread has waited for it;
+// * a thread of a launch that starts early accesses, before it waits, bytes that a launch before it may still write, or writes bytes
+//   that it may still access. These are the launches before it, up to one that starts the next one after its own wait.
 //
 // The host reports its arrays by `emulated_memory`. Bytes are checked in pairs, since no kernel accesses single ones.
 #include "ptx.hpp"
@@ -41,6 +43,7 @@ struct Access {
 /// The history of a pair of bytes within a launch, or within a block for shared memory.
 struct Pair {
     u32 since = 0;  // number of that launch or block
+    u32 written = 0;  // number of the last launch that wrote the bytes
     s32 copier = Access::NONE;  // thread whose asynchronous copy is under way
     Access write, read, atomic;
 };
@@ -68,6 +71,10 @@ struct Array {
 std::mutex door;  // One launch runs at a time. It guards all that follows.
 std::map<u64, Array> arrays;
 u32 launches, blocks;
+/// Whether the current launch starts early, and the number of the first launch that may still run when it starts. When the next one
+/// does, this one may still run, and those that may run now only if a thread starts the next one before it waits.
+bool early;
+u32 may_run, next_may_run;
 std::vector<Pair> of_shared;
 /// Asynchronous copies of a thread that it has not waited for: their targets in shared memory, in groups.
 struct Copies {
@@ -106,7 +113,11 @@ std::string who(const Access& access) {
 }
 /// Checks an access against the history of the bytes, and adds it.
 void order(Space space, Pair& pair, u32 since, Use use, const Address& where) {
-    if (pair.since != since) pair = Pair{since};
+    if (space == global && early && !emu::self->waited && (use == reads ? pair.written : pair.since) >= may_run && pair.since != since)
+        refuse(where, "%s of global memory that a launch before this one may still access, without waiting for it", use == reads ? "read" : "write");
+    u32 written = pair.written;
+    if (pair.since != since) pair = Pair{since, written};
+    if (use != reads) pair.written = since;
     Access me = now();
     const char* what = use == reads ? "read" : "write";
     if (pair.copier != Access::NONE)
@@ -154,7 +165,12 @@ const char* product_row(const void* at, size_t bytes, bool writes) {
     if (writes) array->define(from, bytes, true);
     return nullptr;
 }
-void launch_begins() { door.lock(), launches++, counts.clear(); }
+void launch_begins(bool starts_early) {
+    door.lock(), launches++, counts.clear();
+    early = starts_early;
+    may_run = early ? next_may_run : launches;
+    next_may_run = launches;
+}
 void launch_ends() { door.unlock(); }
 void block_begins() {
     const emu::Block& b = *emu::block;
@@ -198,6 +214,9 @@ void waited(unsigned newest) {
     }
 }
 void passed_barrier() { barriers[emu::self->tid.x]++; }
+void started_next() {
+    if (early && !emu::self->waited) next_may_run = may_run;
+}
 }  // namespace ptx
 
 /// Takes note of memory that the host allocated, freed, wrote, or declared undefined.

@@ -153,6 +153,9 @@ ROWS = [
     action("bra", "label", "goto {label}", "9.7.12.3"),
     action("bra.uni", "label", "goto {label}", "9.7.12.3"),
     action("ret", "", "return", "9.7.12.6"),
+    # The kernels of a stream run one after the other here, so both only take notes.
+    action("griddepcontrol.launch_dependents", "", "starts_next()", "9.7.13.15"),
+    action("griddepcontrol.wait", "", "waits_for_previous()", "9.7.13.15"),
     action("bar.sync", "0", "barrier()", "9.7.13.1", together=True),
     action(
         "shfl.sync.bfly.b32",

@@ -78,6 +78,7 @@ void copying(const char* to, size_t bytes);
 void committed();
 void waited(unsigned newest);
 void passed_barrier();
+void started_next();
 #else
 inline void check(Space, const char*, size_t, Use, const Address&) {}
 inline void passed_counter(const void*) {}
@@ -85,6 +86,7 @@ inline void copying(const char*, size_t) {}
 inline void committed() {}
 inline void waited(unsigned) {}
 inline void passed_barrier() {}
+inline void started_next() {}
 #endif
 template <Space S> inline char* checked(const Address& a, size_t bytes, Use use) {
     char* at = place<S>(a);
@@ -127,6 +129,8 @@ inline void copy(const Address& to, const Address& from, u32 bytes) {
 }
 inline void commit() { committed(); emu::commit_copies(); }
 inline void wait(unsigned newest) { waited(newest); emu::wait_copies(newest); }
+inline void starts_next() { started_next(); }
+inline void waits_for_previous() { wait_previous(); }
 inline void barrier() { passed_barrier(); emu::wait_block(); }
 
 /// Returns the result of arithmetic. NaN of single precision has all bits set but the sign, whatever NaN came in.

@@ -11,6 +11,8 @@ OWN = "shl.b32 %r3, %r1, 2;\ncvt.u64.u32 %rd3, %r3;\nadd.s64 %rd5, %rd1, %rd3;\n
 OTHER = OWN + "xor.b32 %r4, %r3, 128;\ncvt.u64.u32 %rd4, %r4;\nadd.s64 %rd7, %rd2, %rd4;\n"
 COPY = "shl.b32 %r5, %r1, 4;\ncp.async.cg.shared.global [%r5],[%rd1],16,16;\n"
 COMMIT = "cp.async.commit_group;\n"
+START = "griddepcontrol.launch_dependents;\n"
+WAIT = "griddepcontrol.wait;\n"
 
 FIRST = "setp.eq.s32 %p1, %r1, 0;\n"
 # The count is in shared memory, so that all threads of the block know it.
@@ -57,6 +59,14 @@ KERNELS = {
     "counted_without_release": PART + COUNT + "bar.sync 0;\n" + PARTS,
     "counted_without_acquire": PART + "bar.sync 0;\n" + COUNT + PARTS,
     "stored_after_count": "bar.sync 0;\n" + COUNT + PART + "bar.sync 0;\n" + PARTS,
+    # Launches that start early.
+    "write_early": START + WAIT + "st.global.u32 [%rd2], %r1;",
+    "write_before_wait": START + "st.global.u32 [%rd2], %r1;\n" + WAIT,
+    "read_early": START + WAIT + "ld.global.u32 %r6, [%rd2];",
+    "read_before_wait": START + "ld.global.u32 %r6, [%rd2];\n" + WAIT,
+    "start_before_wait": START + WAIT,
+    "start_after_wait": WAIT + START,
+    "no_wait": START,
     # Bounds.
     "behind_an_array": "ld.global.u32 %r6, [%rd1+256];",
     "over_the_end": "ld.global.u64 %rd3, [%rd1+248];\nld.global.v2.u64 {%rd3,%rd4}, [%rd1+240];\nst.global.u16 [%rd2+254], %rs1;\nst.global.u32 [%rd2+256], %r1;",
@@ -150,6 +160,27 @@ class Hazards(unittest.TestCase):
         self.fails("counted_without_release", "read of global memory that block ., warp 0, thread 1 wrote", threads=2, blocks=3)
         self.fails("counted_without_acquire", "(read of|nothing has written)", threads=2, blocks=3)
         self.fails("stored_after_count", "read of global memory that", threads=2, blocks=3)
+
+    def in_turn(self, *names):
+        """Launches kernels on the same arrays, all but the first early. Returns the failure of the last one."""
+        arrays = [self.kernels.array(bytes(256)) for _ in range(2)]
+        launches = [self.kernels.launch(name, arrays, shared=256, threads=1, early=i > 0) for i, name in enumerate(names)]
+        self.assertEqual(launches[:-1], [None] * (len(names) - 1))
+        return launches[-1] or "no failure"
+
+    def test_launches_that_start_early(self):
+        read = "read of global memory that a launch before this one may still access"
+        write = read.replace("read", "write")
+        self.assertEqual(self.in_turn("write_early", "read_early"), "no failure")
+        self.assertEqual(self.in_turn("read_early", "read_before_wait"), "no failure")
+        self.assertRegex(self.in_turn("write_early", "read_before_wait"), read)
+        self.assertRegex(self.in_turn("read_early", "write_before_wait"), write)
+        # A launch in between ends those before it only if it starts the next one after its own wait.
+        self.assertRegex(self.in_turn("write_early", "start_before_wait", "read_before_wait"), read)
+        self.assertEqual(self.in_turn("write_early", "start_after_wait", "read_before_wait"), "no failure")
+        self.assertRegex(self.in_turn("start_after_wait", "write_early", "read_before_wait"), read)
+        self.assertRegex(self.in_turn("write_early", "no_wait"), "ended without waiting")
+        self.assertIsNone(self.failure("no_wait"))
 
     def test_bounds(self):
         self.fails("behind_an_array", "read of global memory at .*, which belongs to no array")

@@ -292,6 +292,8 @@ ACTIONS = {
     "half_a_warp": "shfl.sync.bfly.b32 %r3|%p1, %r1, 1, 31, 65535;",
     # Thread i writes word i of shared memory, and reads that of the thread behind it.
     "barrier": """
+        griddepcontrol.launch_dependents;
+        griddepcontrol.wait;
         shl.b32 %r2, %r1, 2;
         mov.u32 %r3, shared;
         add.s32 %r4, %r3, %r2;

@@ -43,11 +43,14 @@ enum Attribute {
     ECC_ENABLED = 32,
     COMPUTE_CAPABILITY_MAJOR = 75,
     COMPUTE_CAPABILITY_MINOR = 76,
+    MAX_SHARED_MEMORY_PER_MULTIPROCESSOR = 81,
     MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97,
     MEMORY_POOLS_SUPPORTED = 115,
 };
 
 constexpr int FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE = 8;
+/// CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.
+constexpr int LAUNCH_ATTRIBUTE_STARTS_EARLY = 6;
 constexpr int MEMPOOL_ATTRIBUTE_RELEASE_THRESHOLD = 4;
 /// Shared memory that a block may use without asking for more.
 constexpr unsigned DEFAULT_SHARED = 48 << 10;
@@ -441,6 +444,8 @@ EXPORTED int cuDeviceGetAttribute(int* value, int attribute, int) {
     case COMPUTE_CAPABILITY_MAJOR: *value = settings.architecture / 10; break;
     case COMPUTE_CAPABILITY_MINOR: *value = settings.architecture % 10; break;
     case MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: *value = settings.shared; break;
+    // The system keeps 1 KiB of it for each block.
+    case MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: *value = settings.shared + 1024; break;
     case MEMORY_POOLS_SUPPORTED: *value = 1; break;
     default: complain("cuDeviceGetAttribute: the stand-in knows no attribute %d", attribute); return INVALID_VALUE;
     }
@@ -945,10 +950,13 @@ EXPORTED int cuFuncSetAttribute(void* function, int attribute, int value) {
 extern "C" const char* emulated_launch(const char* file, const char* name, const unsigned* grid, unsigned threads, size_t shared, void** args,
                                        const size_t* sizes, size_t count, uint64_t seed);
 
+extern "C" void emulated_early(bool early);
+
 /// A launch with a copy of its arguments, as graphs keep them.
 struct Launch {
     const Function* function;
     unsigned grid[3], threads, shared;
+    bool early;
     std::vector<std::vector<char>> values;
 
     int run() const {
@@ -962,6 +970,8 @@ struct Launch {
         auto& sizes = function->kernel->sizes;
         uint64_t seed = settings.seed * (count * 2 + 0x9e3779b97f4a7c15ull);
         running = function;
+        report.numbers["early_launches"] += early;
+        emulated_early(early);
         const char* why = emulated_launch(function->file.c_str(), function->name.c_str(), grid, threads, shared, pointers.data(), sizes.data(),
                                           sizes.size(), seed);
         running = nullptr;
@@ -971,10 +981,21 @@ struct Launch {
     }
 };
 
-EXPORTED int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-                            unsigned block_z, unsigned shared, void* stream_handle, void** arguments, void** extra) {
+/// Attributes of a launch, as cuda.h lays them out.
+struct LaunchAttribute {
+    int id, pad;
+    union { int value; char room[64]; };
+};
+struct Config {
+    unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared;
+    void* stream;
+    LaunchAttribute* attributes;
+    unsigned count;
+};
+EXPORTED int cuLaunchKernelEx(const Config* config, void* handle, void** arguments, void** extra) {
     CALL_IN_CONTEXT;
-    STREAM(stream, stream_handle);
+    STREAM(stream, config->stream);
+    auto& [grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, of, attributes, count] = *config;
     auto function = static_cast<const Function*>(handle);
     const char* name = function->name.c_str();
     if (!grid_x || !grid_y || !grid_z || grid_x > 0x7fffffff || grid_y > 65535 || grid_z > 65535) {
@@ -989,11 +1010,24 @@ EXPORTED int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsi
         complain("%s: %u bytes of shared memory of the %u that were asked for", name, shared, function->shared);
         return INVALID_VALUE;
     }
+    bool early = count == 1 && attributes->id == LAUNCH_ATTRIBUTE_STARTS_EARLY && attributes->value == 1;
+    if (count > 0 && !early) {
+        complain("%s: the stand-in knows no such attribute of a launch", name);
+        return INVALID_VALUE;
+    }
+    if (early && (settings.architecture < 90 || settings.driver < 12030)) {
+        complain("%s: starts early on compute capability %d with CUDA %d", name, settings.architecture, settings.driver);
+        return INVALID_VALUE;
+    }
+    if (early && (!stream->captures || stream->graph->nodes.empty())) {
+        complain("%s: starts early without a kernel of the same graph before it", name);
+        return INVALID_VALUE;
+    }
     if (extra) {
         complain("%s: arguments as a buffer", name);
         return INVALID_VALUE;
     }
-    auto launch = std::make_shared<Launch>(Launch{function, {grid_x, grid_y, grid_z}, block_x, shared, {}});
+    auto launch = std::make_shared<Launch>(Launch{function, {grid_x, grid_y, grid_z}, block_x, shared, early, {}});
     for (size_t i = 0; i < function->kernel->sizes.size(); i++) {
         auto value = static_cast<char*>(arguments[i]);
         launch->values.emplace_back(value, value + function->kernel->sizes[i]);

@@ -131,7 +131,7 @@ def _given(config, default):
 
 
 class SFTConfig(GRPOConfig):
-    """Settings of supervised fine-tuning, by the names of `docs/flags.md`."""
+    """Settings of supervised fine-tuning, by the names of `docs/generated/flags.md`."""
 
     _command = "sft"
 

@@ -129,6 +129,12 @@ struct RawTurn {
     calls: Vec<ToolCall>,
 }
 
+impl RawTurn {
+    fn text(role: Role, text: &str) -> Self {
+        Self { role, content: Content::Text(text.to_owned()), calls: Vec::new() }
+    }
+}
+
 enum Content {
     Text(String),
     Typed(Vec<RawPart>),
@@ -143,35 +149,46 @@ enum RawPart {
     },
 }
 
-/// Parses one row.
-pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Result<Sample, RowProblem> {
-    let mut columns = match value {
-        Value::Object(columns) if tables::is_metadata(context.file) => {
-            tables::rename_files(outputs::unfold(columns))
-        }
-        Value::Object(columns) => outputs::unfold(columns),
-        other => return Err(column("(the row)", &other, "an object")),
-    };
+/// Returns the columns of a row, with those that the context adds.
+fn columns_of(value: Value, context: &Context) -> Result<Map<String, Value>, RowProblem> {
+    let Value::Object(columns) = value else { return Err(column("(the row)", &value, "an object")) };
+    let mut columns = outputs::unfold(columns);
+    if tables::is_metadata(context.file) {
+        columns = tables::rename_files(columns);
+    }
     for (name, value) in context.columns {
         if !columns.contains_key(name) {
             columns.insert(name.clone(), value.clone());
         }
     }
+    Ok(columns)
+}
 
+/// Returns the system turn of the column `system`, unless the conversation has one.
+fn system(columns: &Map<String, Value>, raw: &[RawTurn]) -> Result<Option<RawTurn>, RowProblem> {
+    let Some(system) = present(columns, "system") else { return Ok(None) };
+    // Many tables have an empty text where the model's own system turn is meant.
+    let is_empty = system.as_str().is_some_and(|text| text.trim().is_empty());
+    if is_empty || raw.iter().any(|turn| turn.role == Role::System) {
+        return Ok(None);
+    }
+    let text = system.as_str().ok_or_else(|| column("system", system, "a text"))?;
+    Ok(Some(RawTurn::text(Role::System, text)))
+}
+
+fn roles(of: impl Iterator<Item = Role>) -> String {
+    of.map(|role| role.as_str()).collect::<Vec<_>>().join(", ")
+}
+
+/// Parses one row.
+pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Result<Sample, RowProblem> {
+    let columns = columns_of(value, context)?;
     let mut raw = raw_turns(&columns, context)?;
     let first = raw.iter().position(|turn| turn.role != Role::Assistant).unwrap_or(0);
     raw.drain(..first);
     let mut joined = Vec::new();
-    if let Some(system) = present(&columns, "system")
-        // Many tables have an empty text where the model's own system turn is meant.
-        .filter(|system| system.as_str().is_none_or(|text| !text.trim().is_empty()))
-        .filter(|_| raw.iter().all(|turn| turn.role != Role::System))
-    {
-        let text = system.as_str().ok_or_else(|| column("system", system, "a text"))?;
-        raw.insert(
-            0,
-            RawTurn { role: Role::System, content: Content::Text(text.to_owned()), calls: Vec::new() },
-        );
+    if let Some(system) = system(&columns, &raw)? {
+        raw.insert(0, system);
         joined.push("system");
     }
     let final_turn = match raw.last() {
@@ -179,9 +196,11 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
         _ => None,
     };
     let completion = completion(&columns, context)?;
-    let roles = || raw.iter().map(|turn| turn.role.as_str()).collect::<Vec<_>>().join(", ");
     if raw.last().is_none_or(|turn| !matches!(turn.role, Role::User | Role::Tool)) {
-        return Err(RowProblem::NoPrompt { missing: "question", roles: roles() });
+        return Err(RowProblem::NoPrompt {
+            missing: "question",
+            roles: roles(raw.iter().map(|turn| turn.role)),
+        });
     }
 
     let is_text = is_text(&raw, &columns, context.names);
@@ -191,7 +210,7 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
         Part::Medium { .. } | Part::Call(_) => true,
     });
     if !said && !context.empty_questions {
-        let roles = turns.iter().map(|turn| turn.role.as_str()).collect::<Vec<_>>().join(", ");
+        let roles = roles(turns.iter().map(|turn| turn.role));
         return Err(RowProblem::NoPrompt { missing: "text or medium in its last turn", roles });
     }
     if let Some(question) = turns.iter_mut().rfind(|turn| turn.role == Role::User)
@@ -220,10 +239,7 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
     let is_text = context.continue_text_prompts && is_text && media.is_empty() && tools.is_none();
     let id = id(&columns).unwrap_or_else(|| format!("{}:{line}", context.dataset));
     let completions = recorded::completions(&columns, context)?;
-    let rewards = match &completions {
-        Some(completions) => recorded::rewards(&columns, completions.len())?,
-        None => None,
-    };
+    let rewards = completions.as_ref().map_or(Ok(None), |all| recorded::rewards(&columns, all.len()))?;
     Ok(Sample {
         id,
         row,
@@ -449,9 +465,7 @@ const PARTS: [&str; 2] = ["type", "text"];
 
 fn text_or_conversation(value: &Value, name: &str) -> Result<Vec<RawTurn>, RowProblem> {
     match &*unfolded(value, name, SPEAKERS)? {
-        Value::String(text) => {
-            Ok(vec![RawTurn { role: Role::User, content: Content::Text(text.clone()), calls: Vec::new() }])
-        }
+        Value::String(text) => Ok(vec![RawTurn::text(Role::User, text)]),
         value @ Value::Array(_) => conversation(value, name),
         other => Err(column(name, other, "a text or a list of messages")),
     }

@@ -28,8 +28,8 @@ use image::{ImageFormat, RgbImage};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 
-use crate::DemoError;
 use crate::random::{pick, shuffle, stream};
+use crate::{DemoError, Sizes};
 
 pub use voice::SAMPLE_RATE_HZ;
 
@@ -131,25 +131,6 @@ impl Category {
     }
 }
 
-/// Number of rows per file. With a multiple of 126, every emotion of every category occurs equally often.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TalkingSizes {
-    /// Number of rows in `sft.jsonl`.
-    pub sft: usize,
-    /// Number of rows in `train.jsonl`.
-    pub train: usize,
-    /// Number of rows in `eval.jsonl`.
-    pub eval: usize,
-}
-
-impl Default for TalkingSizes {
-    /// Returns the sizes of the recipe in `examples/humanomni`. Few rows have reasons, so that training on labels still has much
-    /// to teach.
-    fn default() -> Self {
-        Self { sft: 42, train: 504, eval: 252 }
-    }
-}
-
 /// Content of one clip.
 struct Clip {
     name: String,
@@ -161,7 +142,7 @@ struct Clip {
 ///
 /// # Errors
 /// Returns an error if a file cannot be written.
-pub fn generate_talking(dir: &Path, seed: u64, sizes: TalkingSizes) -> Result<(), DemoError> {
+pub fn generate_talking(dir: &Path, seed: u64, sizes: Sizes) -> Result<(), DemoError> {
     let folder = dir.join("clips");
     fs::create_dir_all(&folder).map_err(|source| DemoError::Write { path: folder.clone(), source })?;
     for (number, (split, num_rows)) in

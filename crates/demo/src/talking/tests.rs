@@ -7,7 +7,7 @@ use omnigrpo_text::{MediumKind, Part};
 
 use super::*;
 
-const SMALL: TalkingSizes = TalkingSizes { sft: 21, train: 21, eval: 42 };
+const SMALL: Sizes = Sizes { sft: 21, train: 21, eval: 42 };
 
 fn rows(dir: &Path, file: &str) -> Vec<Value> {
     let text = fs::read_to_string(dir.join(file)).unwrap();
@@ -17,7 +17,7 @@ fn rows(dir: &Path, file: &str) -> Vec<Value> {
 #[test]
 fn the_same_seed_gives_the_same_bytes() {
     let [a, b, c] = [(); 3].map(|()| tempfile::tempdir().unwrap());
-    let sizes = TalkingSizes { sft: 3, train: 3, eval: 3 };
+    let sizes = Sizes { sft: 3, train: 3, eval: 3 };
     for (dir, seed) in [(&a, 1), (&b, 1), (&c, 2)] {
         generate_talking(dir.path(), seed, sizes).unwrap();
     }
@@ -140,7 +140,7 @@ fn voices_and_faces_can_be_told_apart() {
 #[ignore = "needs ffmpeg; .ci/run runs it"]
 fn ffmpeg_gives_the_frames_that_were_drawn() {
     let dir = tempfile::tempdir().unwrap();
-    generate_talking(dir.path(), 1, TalkingSizes { sft: 3, train: 0, eval: 0 }).unwrap();
+    generate_talking(dir.path(), 1, Sizes { sft: 3, train: 0, eval: 0 }).unwrap();
     let source = VideoSource::File(dir.path().join("clips/sft_0000.mov"));
     let info = probe_video(&source, None, &Limits::default()).unwrap();
     assert_eq!((info.width_px, info.height_px, info.num_frames), (face::SIDE_PX, face::SIDE_PX, NUM_FRAMES));

@@ -1,6 +1,7 @@
 //! Every operation at its edges: no rows and no columns, batches beside the buckets, NaN, and more than 2³¹ elements.
 
-use omnigrpo_gpu::{DecodingSize, Pack};
+use omnigrpo_gpu::{DecodingSize, Pack, Sequences};
+use omnigrpo_kernels::recurrent::{DeltaShape, Segments};
 
 use super::*;
 
@@ -416,7 +417,7 @@ const OPS: &[Op] = &[
             let completions = pages.iter().map(|page| (vec![page], PAGE)).collect();
             let group = CachedGroup { prompt: &prompt, prompt_rows: 10, completions };
             let heads = Heads { q: 2, kv: 1, d: 64 };
-            vec![gpu.attend_cached(&qkv, &Decoding::new(gpu, &[group], heads), 0, heads)]
+            vec![gpu.attend_cached(&qkv, &Decoding::new(gpu, &[group], heads), 0, heads, Turn::default())]
         },
         by_row: 1,
         ..OP
@@ -540,6 +541,68 @@ const OPS: &[Op] = &[
         by_row: 3,
         // The gradient of the only logit of a row is zero.
         large: 2,
+        ..OP
+    },
+    Op {
+        name: "gated_norm",
+        inputs: |t, h| vec![t * h, t * h, t * h, h],
+        f32s: &[0],
+        run: |gpu, inputs, _| {
+            let [x, gate, dy, w] = take(inputs);
+            let [y, rstd] = gpu.gated_norm(&x, &gate, &w, 1e-5);
+            let [dnormed, dgate] = gpu.gated_norm_back(&dy, &x, &gate, &rstd, &w);
+            vec![y, dnormed, dgate]
+        },
+        by_row: 3,
+        large: 3,
+        ..OP
+    },
+    Op {
+        name: "delta_gates",
+        inputs: |t, h| vec![2 * t * h, 2 * t * h, h, h],
+        f32s: &[1],
+        run: |gpu, inputs, _| {
+            let [x, dy, a_log, dt_bias] = take(inputs);
+            let y = gpu.delta_gates(&x, &a_log, &dt_bias);
+            let [dx, da] = gpu.delta_gates_back(&dy, &x, &y, &a_log, &dt_bias);
+            vec![y, dx, da]
+        },
+        by_row: 3,
+        large: 3,
+        ..OP
+    },
+    // Rows of the first results depend on no later row.
+    Op {
+        name: "causal",
+        inputs: |t, h| vec![t * h, 4 * h, t * h, 4 * h],
+        f32s: &[3],
+        run: |gpu, inputs, [t, _]| {
+            let [x, w, dy, mut dw] = take(inputs);
+            let sequences = Sequences::new(gpu, &Segments::one(t));
+            let d = gpu.causal_sums(&dy, &x, &w, &sequences);
+            gpu.causal_weight(&mut dw, &d, &x, &sequences);
+            let dx = gpu.causal_back(&d, &w, &sequences, x.dtype());
+            vec![gpu.causal(&x, &w, &sequences), d, dx, dw]
+        },
+        by_row: 2,
+        ..OP
+    },
+    Op {
+        name: "delta",
+        inputs: |t, h| vec![3 * t * h, 2 * t, t * h],
+        f32s: &[1, 2],
+        magnitudes: &[1],
+        run: |gpu, inputs, [t, h]| {
+            let [qkv, mut gates, dout] = take(inputs);
+            // Decays do not grow.
+            gpu.scale(&mut gates, -0.1);
+            let shape = DeltaShape { key_heads: 1, value_heads: 1, key_dim: h, value_dim: h };
+            let sequences = Sequences::new(gpu, &Segments::one(t));
+            let [out, states] = gpu.delta(&qkv, &gates, &sequences, shape);
+            let [dqkv, dgates] = gpu.delta_back(&dout, &qkv, &gates, &states, &sequences, shape);
+            vec![out, states, dqkv, dgates]
+        },
+        by_row: 1,
         ..OP
     },
     Op {
@@ -766,7 +829,7 @@ fn more_than_2_31_elements_of_attention() {
             let completions = vec![(vec![&page], 5)];
             let group = CachedGroup { prompt: &prompt, prompt_rows: 16, completions };
             let decoding = Decoding::new(&gpu, &[group], heads);
-            let out = gpu.attend_cached(&qkv, &decoding, layers - 1, heads).to_vec();
+            let out = gpu.attend_cached(&qkv, &decoding, layers - 1, heads, Turn::default()).to_vec();
             (out, last(&gpu, &page, PAGE * 256))
         };
         assert_eq!(decode(layers), decode(1), "{dtype:?}, decoding");
@@ -965,7 +1028,7 @@ fn padded_decoding() {
                 let at = Decoding::pack(&mut pack, &groups, heads, size);
                 let decoding = Decoding::over(&pack.upload(&gpu), at, size);
                 let own = packed_rows(&gpu, &qkv, padded * packed);
-                gpu.attend_cached(&own, &decoding, 0, heads).to_vec()
+                gpu.attend_cached(&own, &decoding, 0, heads, Turn::default()).to_vec()
             };
             let (alone, padded) = (decode(rows), decode(batch));
             gpu.check().unwrap();

@@ -177,6 +177,18 @@ const FAULTS: &[(&str, &[Fault])] = &[
             fault("linear", "rows of another batch", "j * X_ROWS < rows", "j * X_ROWS <= rows"),
             fault("linear", "the next 16 columns of a fragment", "c / 16 % 2][0]", "0][0]"),
             fault(
+                "linear",
+                "the first columns of x take each other's place",
+                "to_x + s * X_STAGE + j",
+                "to_x + j",
+            ),
+            fault(
+                "linear",
+                "the first rows of another batch",
+                "xr + j * X_ROWS < rows) words",
+                "true) words",
+            ),
+            fault(
                 "prim",
                 "every block finishes a tile",
                 "count(counter, blocks - 1) == blocks - 1",
@@ -331,12 +343,17 @@ const FAULTS: &[(&str, &[Fault])] = &[
                 "own % PAGE) * width",
                 "it.length % PAGE) * width",
             ),
-            fault("attention", "waits for one group of copies too few", "wait_copies<1>", "wait_copies<2>"),
             fault(
                 "attention",
-                "no barrier before a stage is written again",
-                "accumulate<D, N>(acc, s, sv + stage * ROWS * LD);\n        sync_block();",
-                "accumulate<D, N>(acc, s, sv + stage * ROWS * LD);",
+                "waits for one group of copies too few",
+                "wait_copies<STAGES - 1>",
+                "wait_copies<STAGES>",
+            ),
+            fault(
+                "attention",
+                "no barrier before a stage is read",
+                "else wait_copies<0>();\n        sync_block();",
+                "else wait_copies<0>();",
             ),
             fault(
                 "attention",
@@ -417,8 +434,8 @@ const FAULTS: &[(&str, &[Fault])] = &[
             fault(
                 "sample",
                 "no barrier before bins are read",
-                "mass(z[id]));\n        }\n        sync_block();",
-                "mass(z[id]));\n        }",
+                "mass(x));\n        });\n        sync_block();",
+                "mass(x));\n        });",
             ),
             fault("sample", "a long list is not noticed", "size[0] > LISTED", "size[0] > 4 * LISTED"),
             fault(
@@ -576,8 +593,241 @@ const FAULTS: &[(&str, &[Fault])] = &[
         ],
     ),
     (
+        "step::kernels_of_a_step_wait_for_those_before_them",
+        &[
+            fault("norms", "a norm does not wait", "start_next(), wait_previous();", "start_next();"),
+            fault(
+                "linear",
+                "a product does not wait",
+                "    wait_previous();\n    // The first",
+                "    // The first",
+            ),
+            fault(
+                "attention",
+                "attention to a prompt does not wait",
+                "wait_previous(), start_next();",
+                "start_next();",
+            ),
+            fault(
+                "attention",
+                "attention to a completion does not wait",
+                "    wait_previous();\n    if (!finishes_last(",
+                "    if (!finishes_last(",
+            ),
+            fault(
+                "attention",
+                "a block without keys does not wait",
+                "if (blockIdx.z >= own_parts || prompt_parts == 0) wait_previous();",
+                "if (prompt_parts == 0) wait_previous();",
+            ),
+            fault("sample", "a draw does not wait", "start_next(), wait_previous();", "start_next();"),
+            fault("elementwise", "a copy does not wait", "start_next(), wait_previous();", "start_next();"),
+        ],
+    ),
+    (
+        "step::queries_and_keys_are_turned_as_by_their_own_kernels",
+        &[
+            fault(
+                "attention",
+                "the angles of another row",
+                "(i64)row_of(r) * turn.half",
+                "(i64)r * turn.half",
+            ),
+            fault("attention", "the new key is not turned", "turned<D>(key, 1, turn, k_norm, this_row);", ""),
+            fault(
+                "attention",
+                "the norm of queries for keys",
+                "turned<D>(key, 1, turn, k_norm",
+                "turned<D>(key, 1, turn, q_norm",
+            ),
+            fault("attention", "queries are turned for every page", "if (stage == 0) turned<D>", "turned<D>"),
+            fault(
+                "attention",
+                "the key is appended as it came",
+                "*(const Words4*)(key + c)",
+                "*(const Words4*)(fresh + c)",
+            ),
+            fault("attention", "the key for the value", "(key + 2 * PAGE * LD + c)", "(key + c)"),
+            fault(
+                "attention",
+                "no barrier between norm and rotation",
+                "pack(v.x[2], v.x[3])}};\n        }\n        sync_block();",
+                "pack(v.x[2], v.x[3])}};\n        }",
+            ),
+            fault(
+                "attention",
+                "no barrier after the rotation",
+                "bf16(pair.high);\n        }\n    }\n    sync_block();",
+                "bf16(pair.high);\n        }\n    }",
+            ),
+            fault("attention", "the weight of a norm is not shifted", "w.x[e] + turn.shift", "w.x[e]"),
+            fault(
+                "attention",
+                "the keys of the first stage twice",
+                "const u16* first = k + (i64)at * 2 * width;",
+                "const u16* first = k + (i64)begin * 2 * width;",
+            ),
+            fault(
+                "attention",
+                "waits for one stage of a prompt too few",
+                "wait_copies<STAGES - 1>();\n        else wait_copies<0>();",
+                "wait_copies<STAGES>();\n        else wait_copies<1>();",
+            ),
+        ],
+    ),
+    (
+        "draws_are_those_of_a_sorted_row",
+        &[
+            fault(
+                "sample",
+                "the last segment has no weight",
+                "s < segments; s++) mass +=",
+                "s + 1 < segments; s++) mass +=",
+            ),
+            fault(
+                "sample",
+                "the segment before the one of the token",
+                "of = segment_of(vocab, s, segments);",
+                "of = segment_of(vocab, s ? s - 1 : 0, segments);",
+            ),
+            fault(
+                "sample",
+                "the first segment's bins for all",
+                "bin_masses[(first + s)",
+                "bin_masses[(first)",
+            ),
+            fault("sample", "a larger maximum reduces no sum", "a = exp_(all.top - top)", "a = 1"),
+            fault("sample", "segments before count twice", "target - before, runs", "target, runs"),
+            fault(
+                "sample",
+                "the last columns of a row are left out",
+                "if (whole + threadIdx.x < of.end)",
+                "if (false)",
+            ),
+            fault(
+                "sample",
+                "columns of the next load",
+                "return z + (at + i * STEP < whole ? at + i * STEP : at);",
+                "return z + at;",
+            ),
+            fault("sample", "segments overlap", "begin + each < vocab ? begin + each : vocab", "vocab"),
+        ],
+    ),
+    (
         "a_step_to_a_tie_rounds_to_even",
         &[fault("elementwise", "ties are rounded up", "whole -= (whole & 0x1ffffu) == 0x8000u;", "")],
+    ),
+    (
+        "recurrent::groups_equal_the_recurrence_and_its_gradients",
+        &[
+            fault(
+                "delta",
+                "factors are read before all have been written",
+                "            else b[p * RIGHT + j] = x;\n        }\n        sync_block();",
+                "            else b[p * RIGHT + j] = x;\n        }",
+            ),
+            fault(
+                "delta",
+                "factors are written before all have been read",
+                "first += SLAB) {\n        sync_block();",
+                "first += SLAB) {",
+            ),
+            fault(
+                "delta",
+                "the rest of a left factor is left out",
+                "mma(sums.x[n + h], rest, bh[2 * h], bh[2 * h + 1]);",
+                "",
+            ),
+            fault(
+                "delta",
+                "the rest of a right factor is left out",
+                "mma(sums.x[n + h], high, br[2 * h], br[2 * h + 1]);",
+                "",
+            ),
+            fault(
+                "delta",
+                "a row is corrected by itself",
+                "j < i && i < c.at.rows",
+                "j <= i && i < c.at.rows",
+            ),
+            fault(
+                "delta",
+                "the rest of a sum of decays is left out",
+                " + (rows[CHUNK + t] - rows[CHUNK + s])",
+                "",
+            ),
+            fault(
+                "delta",
+                "another head's keys",
+                "key_head(head / (r.value_heads / r.key_heads))",
+                "key_head(head % r.key_heads)",
+            ),
+            fault("delta", "a state does not fade", "whole() * other[at]", "other[at]"),
+            fault(
+                "delta",
+                "a short chunk ends with its last row's successor",
+                "since(at.rows - 1)",
+                "since(CHUNK - 1)",
+            ),
+            fault(
+                "delta",
+                "the first completion alone reaches the prompt",
+                "next < run.next1; next++",
+                "next < run.next0 + 1; next++",
+            ),
+            fault(
+                "delta",
+                "a key has no gradient from later rows",
+                "if (s > i) pn[i * EDGE + s] = pn[s * EDGE + i];",
+                "if (s > i) pn[i * EDGE + s] = 0;",
+            ),
+            fault("delta", "a row of a block of sixteen is not subtracted", "z < y; z++", "z < y - 1; z++"),
+            fault(
+                "delta",
+                "the gradient of a length is left out",
+                "slope(p) - load(qkv, at + p) * along",
+                "slope(p)",
+            ),
+            fault("delta", "the end of a chunk has no gradient of decays", "sum += ends[i];\n", ""),
+        ],
+    ),
+    (
+        "recurrent::convolutions_gates_and_norms",
+        &[
+            fault(
+                "recurrent",
+                "a window is read backwards",
+                "load(weight, channel * taps + taps - 1 - back) * load(x",
+                "load(weight, channel * taps + back) * load(x",
+            ),
+            fault("recurrent", "rows that read a row beyond the window", "if (back < taps) sum", "sum"),
+            fault("recurrent", "a decay is not negative", "y[at] = -exp_", "y[at] = exp_"),
+            fault(
+                "recurrent",
+                "the gate has no gradient through its slope",
+                "s * (1 + g.x[e] * (1 - s))",
+                "s",
+            ),
+        ],
+    ),
+    (
+        "recurrent::steps_continue_states",
+        &[
+            fault("recurrent", "an output without its own row", "decay * sq + along * u", "decay * sq"),
+            fault(
+                "recurrent",
+                "sums are written before all have been read",
+                "* of_k * u;\n        }\n        sync_block();",
+                "* of_k * u;\n        }",
+            ),
+            fault(
+                "recurrent",
+                "inputs are not moved on",
+                "? before[i + 1 < WINDOW - 1 ? i + 1 : i] : own",
+                "? before[i] : own",
+            ),
+            fault("recurrent", "another row's state", "table[blockIdx.x]", "table[0]"),
+        ],
     ),
 ];
 

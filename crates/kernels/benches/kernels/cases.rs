@@ -601,7 +601,8 @@ fn expert_rows(all: &mut Vec<Case>) {
             all.push(case(format!("experts rows {rows}x{used}/{topk}x{h}x{i} {dtype}"), bytes, move || {
                 let offsets = offsets.clone();
                 let layer = || [(h, 2 * i), (i, h)].map(|(k, n)| Own::new(used * k, n, narrow));
-                let layers: Vec<_> = (0..memory::BEYOND_CACHES.div_ceil(len * size) + 1).map(|_| layer()).collect();
+                let layers: Vec<_> =
+                    (0..memory::BEYOND_CACHES.div_ceil(len * size) + 1).map(|_| layer()).collect();
                 let (x, inner) = (noise(places * h, 1), noise(places * i, 1));
                 let mut turn = 0;
                 move || {

@@ -156,7 +156,8 @@ impl Segments {
     }
 
     /// Returns the index of the state before chunk `chunk` of a segment, or `None` if the state is zero.
-    fn state_before(&self, segment: &Segment, chunk: usize) -> Option<usize> {
+    #[must_use]
+    pub fn state_before(&self, segment: &Segment, chunk: usize) -> Option<usize> {
         match (chunk, segment.after) {
             (0, None) => None,
             (0, Some(after)) => Some(self.all[after].first_state + self.all[after].states - 1),
@@ -165,12 +166,14 @@ impl Segments {
     }
 
     /// Returns the index of the state after chunk `chunk` of a segment, or `None` if it is not kept.
-    fn state_after(segment: &Segment, chunk: usize) -> Option<usize> {
+    #[must_use]
+    pub fn state_after(segment: &Segment, chunk: usize) -> Option<usize> {
         (chunk < segment.states).then_some(segment.first_state + chunk)
     }
 
     /// Returns the segments by level. A segment continues one of an earlier level.
-    fn levels(&self) -> Vec<Vec<usize>> {
+    #[must_use]
+    pub fn levels(&self) -> Vec<Vec<usize>> {
         let mut levels = Vec::new();
         for (s, segment) in self.all.iter().enumerate() {
             levels.resize(levels.len().max(segment.level + 1), Vec::new());
@@ -181,7 +184,8 @@ impl Segments {
 
     /// Returns the row that is `back` rows before the first row of a segment in its sequence, or `None` if the sequence is
     /// shorter.
-    pub(crate) fn row_before(&self, segment: &Segment, back: usize) -> Option<usize> {
+    #[must_use]
+    pub fn row_before(&self, segment: &Segment, back: usize) -> Option<usize> {
         let before = &self.all[segment.after?];
         match back.checked_sub(before.rows.len() + 1) {
             None => Some(before.rows.end - back),

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use omnigrpo_data::{MediumInfo, MediumRef};
 use omnigrpo_text::{ChatTemplate, MediumKind, MediumTokens, Span, TemplateOrigin, Turn};
 
+use super::reader::ReadMedia;
 use super::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Shown};
 use crate::decoder::Position;
 use crate::error::{ModelError, Result};
@@ -20,9 +21,14 @@ fn no_media<T>(kind: MediumKind) -> Result<T> {
 /// The role of a family that prepares its input: it converts media to values, and conversations to ids with positions. The default
 /// methods are those of a family that reads text only.
 pub trait Processor: Send + Sync {
+    /// Returns the reader of media; `None` for a family that reads text only.
+    fn reader(&self) -> Option<&dyn ReadMedia> {
+        None
+    }
+
     /// Returns the kinds of media that this family supports. A family that reads text only has none.
     fn kinds(&self) -> &'static [MediumKind] {
-        &[]
+        self.reader().map_or(&[], ReadMedia::kinds)
     }
 
     /// Returns the media settings that this family does not read.
@@ -50,13 +56,8 @@ pub trait Processor: Send + Sync {
     ///
     /// # Errors
     /// Returns an error if no choice satisfies the options or the family does not support this kind.
-    fn plan(
-        &self,
-        medium: &MediumRef,
-        _header: &MediumInfo,
-        _settings: &MediaSettings,
-    ) -> Result<MediumPlan> {
-        no_media(medium.kind)
+    fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {
+        self.reader().map_or_else(|| no_media(medium.kind), |reader| reader.plan(medium, header, settings))
     }
 
     /// Decodes a medium. The result must depend only on the content of its files, its kind and options, and the settings. The key
@@ -65,8 +66,8 @@ pub trait Processor: Send + Sync {
     ///
     /// # Errors
     /// Returns an error if the medium is unreadable, no choice satisfies the options or the family does not support this kind.
-    fn prepare(&self, medium: &MediumRef, _settings: &MediaSettings) -> Result<MediumInput> {
-        no_media(medium.kind)
+    fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
+        self.reader().map_or_else(|| no_media(medium.kind), |reader| reader.prepare(medium, settings))
     }
 
     /// Returns the number of values in a prepared medium of this shape.

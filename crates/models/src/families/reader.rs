@@ -24,9 +24,10 @@ pub(super) type Values = (MediumShape, Vec<f32>);
 
 /// The media of one checkpoint.
 pub(super) trait Reader {
-    /// Supported kinds, and the same in words.
-    const KINDS: (&'static [MediumKind], &'static str) =
-        (&[MediumKind::Image, MediumKind::Video], "this model supports only images and videos");
+    /// Returns the supported kinds, and the same in words.
+    fn supported(&self) -> (&'static [MediumKind], &'static str) {
+        (&[MediumKind::Image, MediumKind::Video], "this model supports only images and videos")
+    }
 
     /// Returns the rule of sounds.
     fn sound(&self) -> Result<&LogMel> {
@@ -59,34 +60,69 @@ pub(super) trait Reader {
     }
 }
 
-fn supported<R: Reader>(kind: MediumKind) -> Result<Form> {
-    let (kinds, what) = R::KINDS;
-    if kinds.contains(&kind) { Ok(kind.form()) } else { Err(ModelError::MediumKind { kind, what }) }
+/// Reads the media of one checkpoint.
+pub trait ReadMedia {
+    /// Returns the supported kinds.
+    fn kinds(&self) -> &'static [MediumKind];
+
+    /// Plans a medium from its header.
+    ///
+    /// # Errors
+    /// Returns an error if no choice satisfies the options, or the family does not support the kind or source.
+    fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan>;
+
+    /// Decodes a medium.
+    ///
+    /// # Errors
+    /// Returns an error if the medium is unreadable or no choice satisfies the options.
+    fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput>;
 }
 
-/// Plans a medium from its header.
-///
-/// # Errors
-/// Returns an error if no choice satisfies the options, or the family does not support the kind or source.
-pub(super) fn plan<R: Reader>(
-    reader: &R,
-    medium: &MediumRef,
-    header: &MediumInfo,
-    settings: &MediaSettings,
-) -> Result<MediumPlan> {
-    let (of, mut frame_times_secs, mut seconds_per_grid) = (Request { medium, settings }, Vec::new(), 0.0);
-    let header = &given(header, settings);
-    let shape = match supported::<R>(medium.kind)? {
-        Form::Picture => reader.shape(of, header, None)?,
-        Form::Clip => {
-            let (times_secs, fps) = reader.frames(of)?.times_secs(header)?;
-            (frame_times_secs, seconds_per_grid) = (times_secs, reader.seconds_per_grid(fps));
-            reader.shape(of, header, Some(frame_times_secs.len()))?
-        }
-        Form::Sound => sound::plan(medium, header, reader.sound()?, settings)?,
-    };
-    let (tokens, of_clip) = (reader.tokens(&shape)?, medium.options.of_clip);
-    Ok(MediumPlan { kind: medium.kind, shape, tokens, frame_times_secs, seconds_per_grid, of_clip })
+impl<R: Reader> ReadMedia for R {
+    fn kinds(&self) -> &'static [MediumKind] {
+        self.supported().0
+    }
+
+    fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {
+        let (of, mut frame_times_secs, mut seconds_per_grid) =
+            (Request { medium, settings }, Vec::new(), 0.0);
+        let header = &given(header, settings);
+        let shape = match form(self, medium.kind)? {
+            Form::Picture => self.shape(of, header, None)?,
+            Form::Clip => {
+                let (times_secs, fps) = self.frames(of)?.times_secs(header)?;
+                (frame_times_secs, seconds_per_grid) = (times_secs, self.seconds_per_grid(fps));
+                self.shape(of, header, Some(frame_times_secs.len()))?
+            }
+            Form::Sound => sound::plan(medium, header, self.sound()?, settings)?,
+        };
+        let (tokens, of_clip) = (self.tokens(&shape)?, medium.options.of_clip);
+        Ok(MediumPlan { kind: medium.kind, shape, tokens, frame_times_secs, seconds_per_grid, of_clip })
+    }
+
+    fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
+        let (of, kind) = (Request { medium, settings }, medium.kind);
+        let ((shape, data), seconds_per_grid, frame_times_secs) = match form(self, kind)? {
+            Form::Picture => {
+                let picture = load_image(file(medium)?, settings.orientation, &settings.limits)?;
+                (self.picture(of, picture)?, 0.0, Vec::new())
+            }
+            Form::Clip => {
+                let plan = self.frames(of)?;
+                let size = self.frame_size(of, &plan)?;
+                let video = plan.decode(settings, size)?;
+                (self.clip(of, &video)?, self.seconds_per_grid(video.sampled_fps), video.timestamps_s)
+            }
+            Form::Sound => return sound::prepare(medium, self.sound()?, settings),
+        };
+        let of_clip = medium.options.of_clip;
+        Ok(MediumInput { kind, shape, data, seconds_per_grid, frame_times_secs, of_clip })
+    }
+}
+
+fn form(reader: &impl Reader, kind: MediumKind) -> Result<Form> {
+    let (kinds, what) = reader.supported();
+    if kinds.contains(&kind) { Ok(kind.form()) } else { Err(ModelError::MediumKind { kind, what }) }
 }
 
 /// Returns a header with the size of the pixels in the form in which they are given.
@@ -98,33 +134,6 @@ fn given(header: &MediumInfo, settings: &MediaSettings) -> MediumInfo {
         height_px: size.map(|[_, height]| height),
         ..header.clone()
     }
-}
-
-/// Decodes a medium.
-///
-/// # Errors
-/// Returns an error if the medium is unreadable or no choice satisfies the options.
-pub(super) fn prepare<R: Reader>(
-    reader: &R,
-    medium: &MediumRef,
-    settings: &MediaSettings,
-) -> Result<MediumInput> {
-    let (of, kind) = (Request { medium, settings }, medium.kind);
-    let ((shape, data), seconds_per_grid, frame_times_secs) = match supported::<R>(kind)? {
-        Form::Picture => {
-            let picture = load_image(file(medium)?, settings.orientation, &settings.limits)?;
-            (reader.picture(of, picture)?, 0.0, Vec::new())
-        }
-        Form::Clip => {
-            let plan = reader.frames(of)?;
-            let size = reader.frame_size(of, &plan)?;
-            let video = plan.decode(settings, size)?;
-            (reader.clip(of, &video)?, reader.seconds_per_grid(video.sampled_fps), video.timestamps_s)
-        }
-        Form::Sound => return sound::prepare(medium, reader.sound()?, settings),
-    };
-    let of_clip = medium.options.of_clip;
-    Ok(MediumInput { kind, shape, data, seconds_per_grid, frame_times_secs, of_clip })
 }
 
 /// Returns width and height of a picture or frame from its header, in px.

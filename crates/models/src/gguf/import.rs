@@ -47,8 +47,7 @@ pub fn convert_gguf(path: &Path, dir: &Path, dtype: WeightDtype) -> Result<Conve
     let file = GgufFile::open(path)?;
     let class = class_of(&file)?;
     let sizes = config::Sizes::new(&file, &class)?;
-    let head = find(&file, HEAD);
-    let tied = match (find(&file, EMBEDDING), head) {
+    let tied = match (find(&file, EMBEDDING), find(&file, HEAD)) {
         (Some(embedding), Some(head)) => equal(&file, embedding, head)?,
         _ => true,
     };
@@ -78,14 +77,10 @@ pub fn convert_gguf(path: &Path, dir: &Path, dtype: WeightDtype) -> Result<Conve
         file: &file,
         tied,
         params: Vec::new(),
-        used: HashSet::new(),
+        // `Sizes` has read the rotations, and a tied head is the embedding.
+        used: tied.then_some(HEAD).into_iter().chain([ROTATIONS]).map(str::to_owned).collect(),
         problems: Problems::default(),
     };
-    if tied && head.is_some() {
-        source.used.insert(HEAD.to_owned());
-    }
-    // `Sizes` has read it.
-    source.used.insert(ROTATIONS.to_owned());
     let network = family.architecture().network(&mut source)?;
     let params = source.finish(family.name())?;
     let decoder = network.decoder.config();

@@ -121,120 +121,175 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// Returns the tokenizer files of a GGUF file.
-pub fn files(file: &GgufFile, context: Option<u64>) -> Result<TokenizerFiles> {
-    let keys = Keys(file);
+/// Returns the way in which the tokenizer of a file cuts text.
+fn rule_of(keys: &Keys) -> Result<&'static Rule> {
     let model = keys.required("tokenizer.ggml.model", Datum::text, "a text")?;
     if model != BPE {
         return Err(keys.fail(format!("tokenizer.ggml.model is {model:?}, expected {BPE:?}, BPE over bytes")));
     }
     let name =
         keys.required("tokenizer.ggml.pre", Datum::text, "the name of a way to cut text into words")?;
-    let Some(rule) = RULES.iter().find(|rule| rule.names.contains(&name)) else {
+    RULES.iter().find(|rule| rule.names.contains(&name)).ok_or_else(|| {
         let known: Vec<_> = RULES.iter().flat_map(|rule| rule.names).copied().collect();
-        return Err(
-            keys.fail(format!("tokenizer.ggml.pre is {name:?}, expected one of {}", known.join(", ")))
-        );
-    };
-    let tokens = keys.texts("tokenizer.ggml.tokens")?;
-    let kinds = |datum: &Datum| {
-        let list = datum.list()?.iter().map(|kind| kind.count().and_then(|kind| i32::try_from(kind).ok()));
-        list.collect::<Option<Vec<_>>>()
-    };
-    let kinds = keys.required("tokenizer.ggml.token_type", kinds, "a list of integers")?;
-    if kinds.len() != tokens.len() {
-        let what = format!(
-            "tokenizer.ggml.token_type has {} values, expected {}, one per token",
-            kinds.len(),
-            tokens.len()
-        );
-        return Err(keys.fail(what));
-    }
+        keys.fail(format!("tokenizer.ggml.pre is {name:?}, expected one of {}", known.join(", ")))
+    })
+}
 
-    let (mut ids, mut vocab, mut added) = (HashMap::new(), Map::new(), Vec::new());
-    for (id, (&token, &kind)) in tokens.iter().zip(&kinds).enumerate() {
-        match kind {
-            UNUSED => continue,
-            NORMAL => {}
-            UNKNOWN | CONTROL | USER_DEFINED => added.push(json!({
-                "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
-                "special": kind != USER_DEFINED,
-            })),
-            other => {
-                return Err(keys.fail(format!("token {id}, {token:?}, is of kind {other}, expected a kind from 1 to 5")));
+/// The tokens of a file.
+struct Tokens<'a> {
+    keys: Keys<'a>,
+    /// Text and kind of each token.
+    all: Vec<(&'a str, i32)>,
+    /// Ids of the tokens that are used.
+    ids: HashMap<&'a str, usize>,
+}
+
+impl<'a> Tokens<'a> {
+    fn read(keys: Keys<'a>) -> Result<Self> {
+        let texts = keys.texts("tokenizer.ggml.tokens")?;
+        let kinds = |datum: &Datum| {
+            let list =
+                datum.list()?.iter().map(|kind| kind.count().and_then(|kind| i32::try_from(kind).ok()));
+            list.collect::<Option<Vec<_>>>()
+        };
+        let kinds = keys.required("tokenizer.ggml.token_type", kinds, "a list of integers")?;
+        if kinds.len() != texts.len() {
+            let (got, expected) = (kinds.len(), texts.len());
+            let what = format!("{got} values, expected {expected}, one per token");
+            return Err(keys.fail(format!("tokenizer.ggml.token_type has {what}")));
+        }
+        let all: Vec<_> = texts.into_iter().zip(kinds).collect();
+        let mut ids = HashMap::new();
+        for (id, &(token, kind)) in all.iter().enumerate() {
+            if !(NORMAL..=UNUSED).contains(&kind) {
+                let what = format!("token {id}, {token:?}, is of kind {kind}, expected a kind from 1 to 5");
+                return Err(keys.fail(what));
+            }
+            if kind != UNUSED
+                && let Some(other) = ids.insert(token, id)
+            {
+                let what = format!("tokens {other} and {id} are both {token:?}, expected different texts");
+                return Err(keys.fail(what));
             }
         }
-        if let Some(other) = ids.insert(token, id) {
-            return Err(
-                keys.fail(format!("tokens {other} and {id} are both {token:?}, expected different texts"))
-            );
-        }
-        // Every token is part of the vocabulary, so that it keeps its id.
-        vocab.insert(token.to_owned(), id.into());
+        Ok(Self { keys, all, ids })
     }
-    let merges: Vec<Value> = keys
-        .texts("tokenizer.ggml.merges")?
-        .into_iter()
-        .enumerate()
-        .map(|(i, merge)| match merge.split_once(' ') {
-            Some((a, b)) if !b.contains(' ') && [a, b, &format!("{a}{b}")].iter().all(|token| ids.contains_key(*token)) => {
+
+    /// Returns the vocabulary. Every token is part of it, so that it keeps its id.
+    fn vocabulary(&self) -> Map<String, Value> {
+        let used = self.all.iter().enumerate().filter(|(_, (_, kind))| *kind != UNUSED);
+        used.map(|(id, (token, _))| ((*token).to_owned(), id.into())).collect()
+    }
+
+    /// Returns the tokens that are not cut.
+    fn added(&self) -> Vec<Value> {
+        let added = self
+            .all
+            .iter()
+            .enumerate()
+            .filter(|(_, (_, kind))| [UNKNOWN, CONTROL, USER_DEFINED].contains(kind));
+        let entry = |(id, (token, kind)): (usize, &(&str, i32))| {
+            json!({
+                "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+                "special": *kind != USER_DEFINED,
+            })
+        };
+        added.map(entry).collect()
+    }
+
+    fn merges(&self) -> Result<Vec<Value>> {
+        let merge = |(i, merge): (usize, &str)| match merge.split_once(' ') {
+            Some((a, b))
+                if !b.contains(' ')
+                    && [a, b, &format!("{a}{b}")].iter().all(|token| self.ids.contains_key(*token)) =>
+            {
                 Ok(json!([a, b]))
             }
             _ => {
                 let merge = shortened(&Datum::from(merge));
-                Err(keys.fail(format!("merge {i} is {merge}, expected two tokens whose union is a token, and a space between them")))
+                let expected = "two tokens whose union is a token, and a space between them";
+                Err(self.keys.fail(format!("merge {i} is {merge}, expected {expected}")))
             }
-        })
-        .collect::<Result<_>>()?;
+        };
+        self.keys.texts("tokenizer.ggml.merges")?.into_iter().enumerate().map(merge).collect()
+    }
 
-    let special = |key: &str| -> Result<Option<(usize, &str)>> {
-        let id = keys.read(&format!("tokenizer.ggml.{key}_token_id"), Datum::count, "a token id")?;
-        let Some(id) = id else { return Ok(None) };
-        match usize::try_from(id).ok().and_then(|id| Some((id, *tokens.get(id)?))) {
-            Some(found) if kinds[found.0] != UNUSED => Ok(Some(found)),
-            _ => Err(keys.fail(format!(
-                "tokenizer.ggml.{key}_token_id is {id}, expected one of {} tokens",
-                tokens.len()
-            ))),
+    /// Returns the token with a role.
+    fn special(&self, role: &str) -> Result<Option<(usize, &'a str)>> {
+        let key = format!("tokenizer.ggml.{role}_token_id");
+        let Some(id) = self.keys.read(&key, Datum::count, "a token id")? else { return Ok(None) };
+        match usize::try_from(id).ok().and_then(|id| Some((id, *self.all.get(id)?))) {
+            Some((id, (token, kind))) if kind != UNUSED => Ok(Some((id, token))),
+            _ => Err(self.keys.fail(format!("{key} is {id}, expected one of {} tokens", self.all.len()))),
         }
-    };
-    let (start, end) = (special("bos")?, special("eos")?);
-    let pad = match special("padding")? {
+    }
+
+    /// Returns the tokens that end a completion, `end` first.
+    fn ends(&self, end: Option<usize>) -> Result<Vec<usize>> {
+        let also = [self.special("eot")?, self.special("eom")?].into_iter().flatten().map(|(id, _)| id);
+        let by_name = ENDS.iter().filter_map(|end| self.ids.get(end).copied());
+        let by_name = by_name.filter(|&id| self.all[id].1 == CONTROL);
+        let mut ends: Vec<usize> = end.into_iter().collect();
+        for id in also.chain(by_name) {
+            if !ends.contains(&id) {
+                ends.push(id);
+            }
+        }
+        Ok(ends)
+    }
+
+    /// Returns the post-processor, which puts the token `start` before a text if the file or its rule says so.
+    fn post_processor(&self, rule: &Rule, start: Option<(usize, &str)>) -> Result<Value> {
+        let starts = self.keys.read("tokenizer.ggml.add_bos_token", Datum::truth, "true or false")?;
+        if !starts.unwrap_or(rule.starts) {
+            return Ok(byte_level());
+        }
+        let Some((id, token)) = start else {
+            let what = "a text begins with the start token, but tokenizer.ggml.bos_token_id is missing";
+            return Err(self.keys.fail(what));
+        };
+        let text = |name: &str, type_id: u8| {
+            [
+                json!({ "SpecialToken": { "id": token, "type_id": type_id } }),
+                json!({ "Sequence": { "id": name, "type_id": type_id } }),
+            ]
+        };
+        let pair = [text("A", 0), text("B", 1)].concat();
+        Ok(json!({
+            "type": "TemplateProcessing",
+            "single": text("A", 0),
+            "pair": pair,
+            "special_tokens": { token: { "id": token, "ids": [id], "tokens": [token] } },
+        }))
+    }
+}
+
+fn byte_level() -> Value {
+    json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false })
+}
+
+/// Returns the tokenizer files of a GGUF file.
+pub fn files(file: &GgufFile, context: Option<u64>) -> Result<TokenizerFiles> {
+    let rule = rule_of(&Keys(file))?;
+    let tokens = Tokens::read(Keys(file))?;
+    let (keys, merges) = (&tokens.keys, tokens.merges()?);
+    let (start, end) = (tokens.special("bos")?, tokens.special("eos")?);
+    let pad = match tokens.special("padding")? {
         Some(pad) => Some(pad),
-        None => special("pad")?,
+        None => tokens.special("pad")?,
     };
     if keys.read("tokenizer.ggml.add_eos_token", Datum::truth, "true or false")? == Some(true) {
         return Err(keys.fail("tokenizer.ggml.add_eos_token is true, expected false: prompts do not end"));
     }
-    let starts = keys.read("tokenizer.ggml.add_bos_token", Datum::truth, "true or false")?;
-    let bytes =
-        json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false });
-    let post_processor = match (starts.unwrap_or(rule.starts), start) {
-        (false, _) => bytes.clone(),
-        (true, Some((id, token))) => json!({
-            "type": "TemplateProcessing",
-            "single": [{ "SpecialToken": { "id": token, "type_id": 0 } }, { "Sequence": { "id": "A", "type_id": 0 } }],
-            "pair": [
-                { "SpecialToken": { "id": token, "type_id": 0 } }, { "Sequence": { "id": "A", "type_id": 0 } },
-                { "SpecialToken": { "id": token, "type_id": 1 } }, { "Sequence": { "id": "B", "type_id": 1 } },
-            ],
-            "special_tokens": { token: { "id": token, "ids": [id], "tokens": [token] } },
-        }),
-        (true, None) => {
-            return Err(
-                keys.fail("a text begins with the start token, but tokenizer.ggml.bos_token_id is missing")
-            );
-        }
-    };
     let tokenizer = json!({
         "version": "1.0",
         "truncation": null,
         "padding": null,
-        "added_tokens": added,
+        "added_tokens": tokens.added(),
         "normalizer": rule.normalizer,
         "pre_tokenizer": rule.pre_tokenizer,
-        "post_processor": post_processor,
-        "decoder": bytes,
+        "post_processor": tokens.post_processor(rule, start)?,
+        "decoder": byte_level(),
         "model": {
             "type": "BPE",
             "dropout": null,
@@ -244,7 +299,7 @@ pub fn files(file: &GgufFile, context: Option<u64>) -> Result<TokenizerFiles> {
             "fuse_unk": false,
             "byte_fallback": false,
             "ignore_merges": rule.ignore_merges,
-            "vocab": vocab,
+            "vocab": tokens.vocabulary(),
             "merges": merges,
         },
     });
@@ -263,15 +318,7 @@ pub fn files(file: &GgufFile, context: Option<u64>) -> Result<TokenizerFiles> {
     if let Some(context) = context {
         settings["model_max_length"] = context.into();
     }
-    let also = [special("eot")?, special("eom")?].into_iter().flatten().map(|(id, _)| id);
-    let by_name = ENDS.iter().filter_map(|end| ids.get(end).copied()).filter(|&id| kinds[id] == CONTROL);
-    let mut ends: Vec<usize> = end.map(|(id, _)| id).into_iter().collect();
-    for id in also.chain(by_name) {
-        if !ends.contains(&id) {
-            ends.push(id);
-        }
-    }
-    generation.insert("eos_token_id".into(), ends.into());
+    generation.insert("eos_token_id".into(), tokens.ends(end.map(|(id, _)| id))?.into());
     let mut files = vec![
         ("tokenizer.json", tokenizer.to_string()),
         ("tokenizer_config.json", format!("{settings:#}\n")),
@@ -280,7 +327,7 @@ pub fn files(file: &GgufFile, context: Option<u64>) -> Result<TokenizerFiles> {
     if let Some(template) = keys.read("tokenizer.chat_template", Datum::text, "a text")? {
         files.push(("chat_template.jinja", template.to_owned()));
     }
-    Ok(TokenizerFiles { files, num_tokens: tokens.len(), ids: named })
+    Ok(TokenizerFiles { files, num_tokens: tokens.all.len(), ids: named })
 }
 
 /// Returns the steps of a pre-tokenizer without what does not matter for ids.
@@ -293,6 +340,56 @@ fn steps(pre_tokenizer: &Value) -> Vec<Value> {
     list
 }
 
+/// Returns the way in which a `tokenizer.json` cuts text.
+fn rule_in(json: &Value) -> std::result::Result<&'static Rule, String> {
+    let bpe = &json["model"];
+    let plain = |key: &&str| matches!(&bpe[*key], Value::Null | Value::Bool(false)) || bpe[*key] == "";
+    let is_plain =
+        ["unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "dropout"];
+    if bpe["type"] != "BPE" || !is_plain.iter().all(plain) {
+        return Err(format!("the model is {}; for GGUF expected BPE over bytes", bpe["type"]));
+    }
+    let rule = RULES.iter().find(|rule| {
+        steps(&rule.pre_tokenizer) == steps(&json["pre_tokenizer"])
+            && (json["normalizer"].is_null() || json["normalizer"]["type"] == "NFC")
+            && bpe["ignore_merges"].as_bool().unwrap_or(false) == rule.ignore_merges
+    });
+    rule.ok_or_else(|| {
+        let known: Vec<_> = RULES.iter().map(|rule| rule.names[0]).collect();
+        format!(
+            "normalizer, pre_tokenizer and ignore_merges are those of no name in GGUF that is known here; expected those of {}",
+            known.join(", ")
+        )
+    })
+}
+
+/// Returns text and kind of the token of each row of the embedding. Rows without a token have unused ones.
+fn tokens_in(json: &Value, num_rows: usize) -> std::result::Result<Vec<(String, i32)>, String> {
+    let mut tokens: Vec<(String, i32)> = (0..num_rows).map(|id| (format!("[PAD{id}]"), UNUSED)).collect();
+    let mut put = |id: Option<u64>, token: &str, kind: i32| {
+        let row = id.and_then(|id| tokens.get_mut(id as usize)).ok_or_else(|| {
+            format!(
+                "token {token:?} has the id {id:?}, expected one below {num_rows}, the rows of the embedding"
+            )
+        })?;
+        *row = (token.to_owned(), kind);
+        Ok::<_, String>(())
+    };
+    for (token, id) in json["model"]["vocab"].as_object().into_iter().flatten() {
+        put(id.as_u64(), token, NORMAL)?;
+    }
+    for token in json["added_tokens"].as_array().into_iter().flatten() {
+        let content = token["content"].as_str().unwrap_or_default();
+        if let Some(rule) = ["single_word", "lstrip", "rstrip"].iter().find(|rule| token[**rule] == true) {
+            return Err(format!(
+                "token {content:?} has {rule}, which GGUF cannot express; expected added tokens without it"
+            ));
+        }
+        put(token["id"].as_u64(), content, if token["special"] == true { CONTROL } else { USER_DEFINED })?;
+    }
+    Ok(tokens)
+}
+
 /// Returns the metadata of the tokenizer, the stop tokens and the chat template of a model. The embedding may have more rows than the
 /// tokenizer has tokens; they become unused tokens.
 pub fn metadata_of(model: &Model) -> Result<Metadata> {
@@ -300,51 +397,12 @@ pub fn metadata_of(model: &Model) -> Result<Metadata> {
     let fail = |what: String| ModelError::layout(format!("{}: {what}", dir.join("tokenizer.json").display()));
     let tokenizer = Tokenizer::from_dir(dir)?;
     let json = tokenizer.to_json()?;
-    let bpe = &json["model"];
-    let plain = |key: &str| matches!(&bpe[key], Value::Null | Value::Bool(false)) || bpe[key] == "";
-    let is_plain =
-        ["unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "dropout"];
-    if bpe["type"] != "BPE" || !is_plain.iter().all(|key| plain(key)) {
-        return Err(fail(format!("the model is {}; for GGUF expected BPE over bytes", bpe["type"])));
-    }
-    let rule = RULES.iter().find(|rule| {
-        steps(&rule.pre_tokenizer) == steps(&json["pre_tokenizer"])
-            && (json["normalizer"].is_null() || json["normalizer"]["type"] == "NFC")
-            && bpe["ignore_merges"].as_bool().unwrap_or(false) == rule.ignore_merges
-    });
-    let Some(rule) = rule else {
-        let known: Vec<_> = RULES.iter().map(|rule| rule.names[0]).collect();
-        return Err(fail(format!(
-            "normalizer, pre_tokenizer and ignore_merges are those of no name in GGUF that is known here; expected those of {}",
-            known.join(", ")
-        )));
-    };
-
+    let rule = rule_in(&json).map_err(fail)?;
     let num_rows = model.decoder().config().vocab;
-    let mut tokens: Vec<(String, i32)> = (0..num_rows).map(|id| (format!("[PAD{id}]"), UNUSED)).collect();
-    let mut put =
-        |id: Option<u64>, token: &str, kind: i32| match id.and_then(|id| tokens.get_mut(id as usize)) {
-            Some(row) => {
-                *row = (token.to_owned(), kind);
-                Ok(())
-            }
-            None => Err(fail(format!(
-                "token {token:?} has the id {id:?}, expected one below {num_rows}, the rows of the embedding"
-            ))),
-        };
-    for (token, id) in bpe["vocab"].as_object().into_iter().flatten() {
-        put(id.as_u64(), token, NORMAL)?;
-    }
-    for token in json["added_tokens"].as_array().into_iter().flatten() {
-        let content = token["content"].as_str().unwrap_or_default();
-        if let Some(rule) = ["single_word", "lstrip", "rstrip"].iter().find(|rule| token[**rule] == true) {
-            return Err(fail(format!(
-                "token {content:?} has {rule}, which GGUF cannot express; expected added tokens without it"
-            )));
-        }
-        put(token["id"].as_u64(), content, if token["special"] == true { CONTROL } else { USER_DEFINED })?;
-    }
-    let merges = bpe["merges"].as_array().into_iter().flatten().map(|merge| match merge {
+    let tokens = tokens_in(&json, num_rows).map_err(fail)?;
+    let (tokens, kinds): (Vec<_>, Vec<_>) =
+        tokens.into_iter().map(|(token, kind)| (Datum::Text(token), Datum::I32(kind))).unzip();
+    let merges = json["model"]["merges"].as_array().into_iter().flatten().map(|merge| match merge {
         Value::Array(pair) => {
             let part = |i: usize| pair.get(i).and_then(Value::as_str).unwrap_or_default();
             Datum::Text(format!("{} {}", part(0), part(1)))
@@ -352,8 +410,6 @@ pub fn metadata_of(model: &Model) -> Result<Metadata> {
         text => Datum::from(text.as_str().unwrap_or_default()),
     });
     let merges: Vec<_> = merges.collect();
-    let (tokens, kinds): (Vec<_>, Vec<_>) =
-        tokens.into_iter().map(|(token, kind)| (Datum::Text(token), Datum::I32(kind))).unzip();
 
     let stops = StopSet::from_dir(dir, &tokenizer, &[])?;
     let end = tokenizer.eos_token().or(stops.ids.first().copied());

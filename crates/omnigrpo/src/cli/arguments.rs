@@ -82,7 +82,7 @@ where
             .expected("one process, because several would do the same work and write the same files")
             .help(
                 "start the program without the launcher, since one process uses all cores; if the variables of the \
-                 launcher are left from another job, unset them; only `train` divides its work over processes",
+                 launcher are left from another job, unset them; `train`, `sft`, `generate` and `eval` divide their work over processes",
             ));
     }
     Ok(Parsed::Run(Box::new(resolved)))
@@ -110,18 +110,8 @@ fn missing(verb: Verb, resolved: &Resolved) -> Vec<Problem> {
 const HELP: &str = "help";
 
 /// Verbs that write files as one process.
-const WRITES: &[Verb] = &[
-    Verb::Init,
-    Verb::Sft,
-    Verb::Generate,
-    Verb::Score,
-    Verb::Eval,
-    Verb::DataConvert,
-    Verb::RewardsRun,
-    Verb::Convert,
-    Verb::Export,
-    Verb::Demo,
-];
+const WRITES: &[Verb] =
+    &[Verb::Init, Verb::Score, Verb::DataConvert, Verb::RewardsRun, Verb::Convert, Verb::Export, Verb::Demo];
 
 /// Separates switches from the words of a command: the word behind a switch is its value only if it means on or off, as in
 /// `watch --tui DIR`.

@@ -103,7 +103,7 @@ fn default_words(flag: &Flag) -> String {
 mod tests {
     use super::*;
 
-    /// Returns the reference page `docs/flags.md`.
+    /// Returns the reference page `docs/generated/flags.md`.
     fn reference() -> String {
         let mut out = String::from(
             "# Settings\n\nThis page lists every setting. A test writes it from the table of flags. Every setting is a flag \
@@ -146,12 +146,15 @@ mod tests {
 
     #[test]
     fn the_reference_page_is_current() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/flags.md");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/generated/flags.md");
         let page = reference();
         if std::env::var_os("WRITE_DOCS").is_some() {
             std::fs::write(path, &page).unwrap();
         }
         let found = std::fs::read_to_string(path).unwrap_or_default();
-        assert!(found == page, "docs/flags.md is out of date: run the tests once with WRITE_DOCS=1");
+        assert!(
+            found == page,
+            "docs/generated/flags.md is out of date: run the tests once with WRITE_DOCS=1"
+        );
     }
 }

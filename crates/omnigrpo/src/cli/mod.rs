@@ -46,7 +46,9 @@ pub fn run(args: impl IntoIterator<Item = OsString>, again: &[OsString]) -> u8 {
     let args: Vec<OsString> = args.into_iter().collect();
     let rank = Launch::read(env).map_or(0, |launch| launch.rank);
     // The first of the processes of a run speaks for all of them. Other commands are not divided, and each process speaks.
-    let is_first = rank == 0 || args.get(1).is_none_or(|word| word != "train");
+    let is_divided =
+        |word: &OsString| Verb::ALL.iter().any(|verb| verb.is_divided() && *word == *verb.name());
+    let is_first = rank == 0 || args.get(1).is_none_or(|word| !is_divided(word));
     let console = match is_first {
         true => Console::stderr(wants_colour(env, std::io::stderr().is_terminal())),
         false => Console::plain(std::io::sink()),

@@ -48,6 +48,7 @@ impl AttentionOps for Cpu {
         layer: usize,
         batch: &mut DecodeBatch,
         heads: AttentionHeads,
+        _: Turn,
     ) -> (Rows, Rows) {
         let mut out = self.zeros(qkv.rows(), heads.q_width(), None);
         let groups = &mut batch.groups;

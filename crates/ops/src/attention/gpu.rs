@@ -51,12 +51,17 @@ impl AttentionOps for Card {
         }
     }
 
+    fn turns_cached(&self, qkv: &Rows, heads: AttentionHeads) -> bool {
+        Gpu::turns_cached(self.of(qkv).dtype(), heads_of(heads))
+    }
+
     fn attend_cached(
         &self,
         qkv: &Rows,
         layer: usize,
         batch: &mut DecodeBatch,
         heads: AttentionHeads,
+        turn: Turn,
     ) -> (Rows, Rows) {
         let packed = self.of(qkv);
         let tables = match &batch.tables {
@@ -70,7 +75,14 @@ impl AttentionOps for Card {
                 tables
             }
         };
-        let out = self.gpu.attend_cached(packed, &tables, layer, heads_of(heads));
+        let waves = turn.rope.map(|table| self.waves(table));
+        let waves = waves.as_ref().map(|waves| waves.each_ref());
+        let attend =
+            |turn: omnigrpo_gpu::Turn| self.gpu.attend_cached(packed, &tables, layer, heads_of(heads), turn);
+        let out = match turn.norms {
+            Some(norms) => self.both(norms, |norms| attend(omnigrpo_gpu::Turn { waves, norms: Some(norms) })),
+            None => attend(omnigrpo_gpu::Turn { waves, norms: None }),
+        };
         (self.rows(out, qkv.rows(), heads.q_width()), self.zeros(0, heads.q, None))
     }
 }

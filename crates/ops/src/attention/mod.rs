@@ -18,6 +18,7 @@ use omnigrpo_kernels::attention::{self as kernel, AttentionLayout};
 use crate::decode::{DecodeBatch, DecodeRows};
 use crate::error::{Error, Result};
 use crate::host::Host;
+use crate::norm::Norm;
 use crate::rope::RopeTable;
 use crate::rows::Rows;
 
@@ -46,14 +47,20 @@ pub(crate) trait AttentionOps {
     ) -> std::io::Result<Store>;
     /// Writes the keys and values of packed rows to the first rows of a layer's cache.
     fn cache_prompt(&self, cache: &mut GroupCache, layer: usize, qkv: &Rows, heads: AttentionHeads);
+    /// Returns true if [`Self::attend_cached`] normalises and rotates the heads of such rows.
+    fn turns_cached(&self, _qkv: &Rows, _heads: AttentionHeads) -> bool {
+        false
+    }
     /// Appends each row to the cache of its slot and returns its attention over prompt and slot. Also returns the log-sum-exp
-    /// values if [`Device::remembers_decoding`](crate::Device::remembers_decoding) is true.
+    /// values if [`Device::remembers_decoding`](crate::Device::remembers_decoding) is true. `turn` is empty without
+    /// [`Self::turns_cached`].
     fn attend_cached(
         &self,
         qkv: &Rows,
         layer: usize,
         batch: &mut DecodeBatch,
         heads: AttentionHeads,
+        turn: Turn,
     ) -> (Rows, Rows);
     /// Appends consecutive rows to one slot and returns as [`Self::attend_cached`] does. Each row also sees the rows before it.
     /// Returns `None` if the device appends rows only one by one.
@@ -67,6 +74,15 @@ pub(crate) trait AttentionOps {
     ) -> Option<(Rows, Rows)> {
         None
     }
+}
+
+/// Norms and rotation of the queries and keys of packed rows, before attention.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Turn<'a> {
+    /// RMS norms of each query head and of each key head, of one kind and with one constant.
+    pub norms: Option<[&'a Norm; 2]>,
+    /// Angles of each row.
+    pub rope: Option<&'a RopeTable>,
 }
 
 /// Attention layout of a stream, created once per stream.
@@ -140,9 +156,29 @@ impl AttentionHeads {
 
     /// Appends the keys and values of each row to its slot. Returns the attention of each row over its prompt and slot, for
     /// decoding. Also returns the log-sum-exp values of [`Self::forward`] if
-    /// [`Device::remembers_decoding`](crate::Device::remembers_decoding) is true, and otherwise an array without rows.
-    pub fn attend_cached(self, qkv: &Rows, layer: usize, batch: &mut DecodeBatch) -> Result<(Rows, Rows)> {
+    /// [`Device::remembers_decoding`](crate::Device::remembers_decoding) is true, and otherwise an array without rows. `turn` is
+    /// empty without [`Self::turns_cached`].
+    pub fn attend_cached(
+        self,
+        qkv: &Rows,
+        layer: usize,
+        batch: &mut DecodeBatch,
+        turn: Turn,
+    ) -> Result<(Rows, Rows)> {
         self.check(qkv)?;
+        if let Some(table) = turn.rope {
+            self.check_angles(qkv, table)?;
+        }
+        for norm in turn.norms.into_iter().flatten() {
+            norm.weight().usable(qkv.device())?;
+            if norm.width() != self.dim {
+                let what = format!("norms of {} columns for {self}", norm.width());
+                return Err(Error::shape("attention over a cache", what));
+            }
+        }
+        if (turn.rope.is_some() || turn.norms.is_some()) && !self.turns_cached(qkv) {
+            return Err(Error::shape("attention over a cache", format!("rows to turn on {}", qkv.device())));
+        }
         let rows = batch.rows();
         if rows != qkv.rows() {
             return Err(Error::shape(
@@ -154,7 +190,12 @@ impl AttentionHeads {
             group.cache.check(layer, qkv, self)?;
             group.slots.iter().try_for_each(|&slot| group.cache.check_room(slot, 1))?;
         }
-        Ok(qkv.device().backend().attend_cached(qkv, layer, batch, self))
+        Ok(qkv.device().backend().attend_cached(qkv, layer, batch, self, turn))
+    }
+
+    /// Returns true if [`Self::attend_cached`] normalises and rotates the heads of such rows, so that nothing else has to.
+    pub fn turns_cached(self, qkv: &Rows) -> bool {
+        qkv.device().backend().turns_cached(qkv, self)
     }
 
     /// Appends the keys and values of consecutive rows to one slot. Returns the attention of each row over the prompt, the slot
@@ -178,10 +219,11 @@ impl AttentionHeads {
         for row in 0..qkv.rows() {
             let mut batch = DecodeBatch::new(vec![DecodeRows { cache: &mut *cache, slots: vec![slot] }]);
             let own = qkv.row_range(row..row + 1);
-            appended = own.and_then(|own| self.attend_cached(&own, layer, &mut batch)).map(|own| {
-                attended.push(own);
-                batch.advance();
-            });
+            appended =
+                own.and_then(|own| self.attend_cached(&own, layer, &mut batch, Turn::default())).map(|own| {
+                    attended.push(own);
+                    batch.advance();
+                });
             if appended.is_err() {
                 break;
             }
@@ -197,18 +239,23 @@ impl AttentionHeads {
     /// are not rotated.
     pub fn rotate(self, qkv: &mut Rows, table: &RopeTable, inverse: bool) -> Result<()> {
         self.check(qkv)?;
-        if table.rows() != qkv.rows() || 2 * table.half > self.dim {
-            let what = format!(
-                "{} rows of {} angles for {} rows and heads of {}",
-                table.rows(),
-                table.half,
-                qkv.rows(),
-                self.dim
-            );
-            return Err(Error::shape("rotation", what));
-        }
+        self.check_angles(qkv, table)?;
         qkv.device().backend().rotate(qkv, table, [self.q + self.kv, self.dim], inverse);
         Ok(())
+    }
+
+    fn check_angles(self, qkv: &Rows, table: &RopeTable) -> Result<()> {
+        if table.rows() == qkv.rows() && 2 * table.half <= self.dim {
+            return Ok(());
+        }
+        let what = format!(
+            "{} rows of {} angles for {} rows and heads of {}",
+            table.rows(),
+            table.half,
+            qkv.rows(),
+            self.dim
+        );
+        Err(Error::shape("rotation", what))
     }
 
     fn check(self, qkv: &Rows) -> Result<()> {

@@ -1,6 +1,6 @@
 //! Attention on an outline.
 
-use omnigrpo_gpu::{Dtype, cached_scratch};
+use omnigrpo_gpu::{Dtype, Gpu, cached_scratch};
 use omnigrpo_kernels::attention;
 
 use crate::gpu::heads_of;
@@ -46,12 +46,17 @@ impl AttentionOps for Outline {
 
     fn cache_prompt(&self, _: &mut GroupCache, _: usize, _: &Rows, _: AttentionHeads) {}
 
+    fn turns_cached(&self, qkv: &Rows, heads: AttentionHeads) -> bool {
+        card().is_some() && Gpu::turns_cached(dtype(qkv), heads_of(heads))
+    }
+
     fn attend_cached(
         &self,
         qkv: &Rows,
         _: usize,
         batch: &mut DecodeBatch,
         heads: AttentionHeads,
+        _: Turn,
     ) -> (Rows, Rows) {
         note_cached(batch, heads);
         if card().is_some() {

@@ -55,6 +55,7 @@ impl AttentionOps for Twin {
         layer: usize,
         batch: &mut DecodeBatch,
         heads: AttentionHeads,
+        _: Turn,
     ) -> (Rows, Rows) {
         let (kv, q_width) = (heads.kv_width(), heads.q_width());
         let mut out = Vec::with_capacity(qkv.rows() * q_width);

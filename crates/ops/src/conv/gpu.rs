@@ -3,7 +3,8 @@
 use omnigrpo_gpu::Unfolding;
 
 use crate::gpu::Card;
-use crate::linear::{LinearOps, Onto, Order};
+use crate::linear::{LinearOps, Onto};
+use crate::order::Order;
 
 use super::*;
 

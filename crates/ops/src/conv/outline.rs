@@ -1,7 +1,7 @@
 //! Convolutions over channels-last rows on an outline.
 
-use crate::linear::Order;
-use crate::outline::{Outline, product, reach, reach_layers, same};
+use crate::order::Order;
+use crate::outline::{Outline, product, reach, same};
 use crate::work::{note_dw, note_dx, note_elements, note_linear};
 
 use super::*;
@@ -19,7 +19,7 @@ impl ConvOps for Outline {
         note_elements(2 * patches.rows() * layer.k());
         note_dx(patches.rows(), layers);
         note_dw(patches.rows(), layers);
-        reach_layers(std::slice::from_ref(layer));
+        layer.reach();
         same(x)
     }
 

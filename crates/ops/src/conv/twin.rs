@@ -2,7 +2,8 @@
 
 use omnigrpo_kernels::twin;
 
-use crate::linear::{LinearOps, Onto, Order};
+use crate::linear::{LinearOps, Onto};
+use crate::order::Order;
 use crate::twin::{Twin, accumulate, values};
 
 use super::*;

@@ -29,11 +29,10 @@ use omnigrpo_kernels::experts::{Choices, Groups};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::host::Host;
-use crate::linear::Order;
 use crate::mix::Mix;
+use crate::order::Order;
 use crate::param::Param;
 use crate::rows::{Index, Rows};
-use crate::weigh::Weighing;
 
 pub use same::SameExperts;
 
@@ -208,28 +207,12 @@ impl Routes {
         }
     }
 
-    /// Multiplies each place of `x [p, i]` by its weight, which is the softmax over the logits of the experts of its row.
-    pub fn weigh(&self, x: &Rows, logits: &Rows) -> Result<Rows> {
-        self.check("weigh", x, logits)?;
-        Ok(x.device().backend().weigh(x, logits, Weighing::Experts(self)))
-    }
-
-    /// Returns the gradients of [`Self::weigh`] with respect to `x` and `logits`.
-    pub fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows) -> Result<[Rows; 2]> {
-        self.check("weigh backward", x, logits)?;
-        x.device().check("weigh backward", dy)?;
-        match dy.dims() == x.dims() {
-            true => Ok(x.device().backend().weigh_back(x, logits, dy, Weighing::Experts(self))),
-            false => Err(self.error("weigh backward", dy)),
-        }
-    }
-
     /// Returns an error if another device chose the experts.
     fn check_device(&self, op: &'static str, x: &Rows) -> Result<()> {
         self.only_on.map_or(Ok(()), |device| device.check(op, x))
     }
 
-    fn check(&self, op: &'static str, x: &Rows, logits: &Rows) -> Result<()> {
+    pub(crate) fn check(&self, op: &'static str, x: &Rows, logits: &Rows) -> Result<()> {
         self.check_device(op, x)?;
         x.device().check(op, logits)?;
         let (rows, experts) = (self.rows(), self.of);
@@ -239,7 +222,7 @@ impl Routes {
         }
     }
 
-    fn error(&self, op: &'static str, x: &Rows) -> Error {
+    pub(crate) fn error(&self, op: &'static str, x: &Rows) -> Error {
         let what = format!("{:?} for {} places of {} rows", x.dims(), self.places(), self.rows());
         Error::shape(op, what)
     }

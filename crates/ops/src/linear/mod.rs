@@ -14,6 +14,7 @@ use std::sync::Arc;
 use crate::Param;
 use crate::activation::{ActivationOps, Nonlinearity};
 use crate::error::{Error, Result};
+use crate::order::Order;
 use crate::pass::{Dropout, Pass};
 use crate::rows::Rows;
 use crate::tape::{Op, Tape, Var};
@@ -95,16 +96,6 @@ impl Linear {
     pub fn params(&self) -> impl Iterator<Item = &Arc<Param>> {
         [&self.weight].into_iter().chain(&self.bias)
     }
-}
-
-/// Order of summation in a product.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Order {
-    /// Blocked matrix product, for training, scoring, prefill and towers.
-    #[default]
-    Blocked,
-    /// Product for decoding: the bits of a row depend only on that row and the weight, not on the rest of the batch.
-    PerRow,
 }
 
 /// Rows to which a product is added.

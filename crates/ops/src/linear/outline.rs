@@ -3,10 +3,29 @@
 use omnigrpo_gpu::{Dtype, few_rows_scratch};
 use omnigrpo_kernels::dropout::Mask;
 
-use crate::outline::{Outline, Span, card, dtype, factor, factors, product, reach_layers, same};
+use crate::outline::{Outline, Span, card, dtype, factor, product, reach, same};
+use crate::param::ParamDtype;
 use crate::work::{note_dw, note_dx, note_elements, note_linear};
 
 use super::*;
+
+impl Linear {
+    /// Counts the gradients of trained weights.
+    pub(crate) fn reach(&self) {
+        reach(self.weight());
+        self.bias().into_iter().for_each(|bias| reach(bias));
+    }
+}
+
+/// Counts the memory that a GPU needs during products: a copy of `x` in the dtype of the weights, and a widened weight.
+fn factors(x: &Rows, layers: &[Linear]) -> [Option<Span>; 2] {
+    let wanted = layers.first().map_or(Dtype::F32, |layer| factor(layer.weight()));
+    let copy = card().is_some() && wanted != dtype(x);
+    let codes = layers.iter().map(Linear::weight);
+    let codes = codes.filter(|w| card().is_some() && matches!(w.dtype(), ParamDtype::Quantised(_)));
+    let widest = codes.map(|weight| weight.len()).max();
+    [copy.then(|| Span::new(x.len(), wanted)), widest.map(|len| Span::new(len, Dtype::Bf16))]
+}
 
 impl LinearOps for Outline {
     fn linear(&self, x: &Rows, layers: &[Linear], onto: Onto, order: Order) -> Rows {
@@ -49,11 +68,39 @@ impl LinearOps for Outline {
             let wanted = layers.first().map_or(Dtype::F32, |layer| factor(layer.weight()));
             (card().is_some() && wanted != dtype(rows)).then(|| Span::new(rows.len(), wanted))
         }));
-        reach_layers(layers);
+        layers.iter().for_each(Linear::reach);
     }
 
     fn dropout(&self, x: &Rows, _: &Mask) -> Rows {
         note_elements(x.len());
         same(x)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::norm::Norm;
+    use crate::outline::{is_on_card, on_card};
+    use crate::{Device, Part};
+
+    /// The norm with a bf16 weight reads f32 rows and begins the bf16 part of a block, which ends with the residual stream.
+    #[test]
+    fn a_card_stores_what_follows_a_norm_in_bf16() {
+        let weight = |shape: &[usize]| Arc::new(Param::outline("w", Part::Llm, shape, ParamDtype::Bf16));
+        let layer = Linear::new(weight(&[6, 8]), None).unwrap();
+        let norm = Norm::Rms { weight: weight(&[8]), eps: 1e-6 };
+        let run = || {
+            let linear = PackedLinear::new(&[&layer], &Pass { device: Device::Outline, ..Pass::default() });
+            let x = Rows::zeros(Device::Outline, 4, 8);
+            let normed = norm.forward(&x).unwrap().0;
+            let (y, of_stream) = (linear.forward(&normed).unwrap(), linear.forward(&x).unwrap());
+            let onto = linear.forward_onto(&of_stream, &normed).unwrap();
+            [&x, &normed, &y, &of_stream, &onto].map(Rows::num_bytes)
+        };
+        assert_eq!(run(), [128, 128, 96, 96, 96]);
+        assert_eq!(on_card(true, run), [128, 64, 48, 96, 96]);
+        assert!(!is_on_card());
     }
 }

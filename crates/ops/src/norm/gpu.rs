@@ -1,8 +1,22 @@
 //! Normalisation on a GPU.
 
+use omnigrpo_gpu::Array;
+
 use crate::gpu::Card;
 
 use super::*;
+
+impl Card {
+    /// Calls `f` with the weights of two RMS norms of one kind, the constant of the mean square and that of the weights.
+    pub(crate) fn both<T>(&self, norms: [&Norm; 2], f: impl FnOnce(([&Array; 2], [f32; 2])) -> T) -> T {
+        let constants = match norms[0] {
+            Norm::AroundOne { eps, .. } => [*eps, 1.0],
+            Norm::Rms { eps, .. } | Norm::Layer { eps, .. } => [*eps, 0.0],
+        };
+        let [a, b] = norms.map(Norm::weight);
+        self.vector(a, |a| self.vector(b, |b| f(([a, b], constants))))
+    }
+}
 
 impl NormOps for Card {
     fn norm(&self, x: &Rows, norm: &Norm) -> (Rows, Rows) {

@@ -19,11 +19,19 @@ impl OptimOps for Card {
         let Step { lr, betas, eps, weight_decay, grad_scale, .. } = *step;
         let count = moments.step;
         let own = omnigrpo_gpu::Step { lr, betas, eps, weight_decay, grad_scale, count };
-        let (state, mut weight) =
-            self.state(param, moments, step.master && param.dtype() == ParamDtype::Bf16);
+        let (state, of_master) = self.state(param, moments, step.master && param.dtype() == ParamDtype::Bf16);
         let State { mut m, mut v, mut rest, .. } = state;
-        self.gpu.adamw(&mut weight, rest.as_mut(), [&mut m, &mut v], self.of(grad), &own);
-        param.replace_on_gpu(self.device(), weight);
+        let mut update = |weight: &mut Array| {
+            self.gpu.adamw(weight, rest.as_mut(), [&mut m, &mut v], self.of(grad), &own);
+        };
+        // The first use of the weight copies it to the GPU. If somebody else holds that copy, it keeps its values.
+        let copy = || self.vector(param, |weight| self.gpu.cast(weight, weight.dtype()));
+        drop(self.weights(param));
+        if of_master.is_some() || !param.change_on_gpu(self.device(), &mut update) {
+            let mut weight = of_master.unwrap_or_else(copy);
+            update(&mut weight);
+            param.replace_on_gpu(self.device(), weight);
+        }
         moments.put(State { card: *self, m, v, rest });
         Ok(())
     }
@@ -55,12 +63,11 @@ impl State {
 }
 
 impl Card {
-    /// Moves the optimizer state of a weight to this GPU from its current location. Also returns a copy of the weight, which the
-    /// update changes.
-    fn state(&self, param: &Param, moments: &mut Moments, with_master: bool) -> (State, Array) {
-        let copy = || self.vector(param, |weight| self.gpu.cast(weight, weight.dtype()));
+    /// Moves the optimizer state of a weight to this GPU from its current location. Also returns the weight if it follows from an f32
+    /// master of that state.
+    fn state(&self, param: &Param, moments: &mut Moments, with_master: bool) -> (State, Option<Array>) {
         let numbers = match moments.take() {
-            (Some(state), _) if state.card == *self => return (state, copy()),
+            (Some(state), _) if state.card == *self => return (state, None),
             // State is moved from another GPU through main memory.
             (Some(state), _) => state.numbers(param),
             (None, numbers) => numbers,
@@ -72,11 +79,11 @@ impl Card {
         let (weight, rest) = match (with_master, numbers.master.is_empty()) {
             (true, false) => {
                 let (weight, rest) = self.gpu.split_master(&numbers.master);
-                (weight, Some(rest))
+                (Some(weight), Some(rest))
             }
             // At the first step, the master is equal to the weight.
-            (true, true) => (copy(), Some(self.gpu.zeros(param.len(), Dtype::Bf16))),
-            (false, _) => (copy(), None),
+            (true, true) => (None, Some(self.gpu.zeros(param.len(), Dtype::Bf16))),
+            (false, _) => (None, None),
         };
         (State { card: *self, m: part(&numbers.m), v: part(&numbers.v), rest }, weight)
     }

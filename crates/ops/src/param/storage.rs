@@ -402,6 +402,14 @@ impl Param {
         }
     }
 
+    /// Changes the copy on a GPU in place by `f`, and returns true. Returns false if there is none, or if somebody else holds it.
+    pub(crate) fn change_on_gpu(&self, device: Device, f: impl FnOnce(&mut omnigrpo_gpu::Array)) -> bool {
+        match &self.storage.data {
+            Data::Dense(values) => values.copy.change(device, f),
+            _ => false,
+        }
+    }
+
     /// Replaces the values with an array in GPU memory.
     pub(crate) fn replace_on_gpu(&self, device: Device, array: omnigrpo_gpu::Array) {
         if let Data::Dense(values) = &self.storage.data {

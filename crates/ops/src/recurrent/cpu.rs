@@ -11,12 +11,18 @@ use crate::cpu::{Cpu, accumulate};
 use super::*;
 
 impl RecurrentOps for Cpu {
-    fn causal(&self, x: &Rows, layer: &CausalConv, segments: &Segments) -> Result<Rows> {
+    fn causal(&self, x: &Rows, layer: &CausalConv, segments: &Host<Segments>) -> Result<Rows> {
         let y = kernel::causal_forward(x.mat(), &layer.weight.read().f32(), segments);
         Ok(Rows::on_cpu(y, x.rows(), x.cols()))
     }
 
-    fn causal_back(&self, x: &Rows, dy: &Rows, layer: &CausalConv, segments: &Segments) -> Result<Rows> {
+    fn causal_back(
+        &self,
+        x: &Rows,
+        dy: &Rows,
+        layer: &CausalConv,
+        segments: &Host<Segments>,
+    ) -> Result<Rows> {
         let weight = &layer.weight;
         let mut gradient = weight.gradient(Device::Cpu);
         let dw = gradient.as_mut().map(|gradient| gradient.cpu());
@@ -42,7 +48,7 @@ impl RecurrentOps for Cpu {
         &self,
         qkv: &Rows,
         gates: &Rows,
-        segments: &Segments,
+        segments: &Host<Segments>,
         heads: DeltaHeads,
     ) -> Result<(Rows, Rows)> {
         let (out, states) = kernel::delta_forward(qkv.mat(), gates.mat(), segments, heads.shape());
@@ -56,7 +62,7 @@ impl RecurrentOps for Cpu {
         gates: &Rows,
         states: &Rows,
         dout: &Rows,
-        segments: &Segments,
+        segments: &Host<Segments>,
         heads: DeltaHeads,
     ) -> Result<[Rows; 2]> {
         let (dqkv, dgates) =
@@ -105,10 +111,10 @@ impl RecurrentOps for Cpu {
         x: &Rows,
         layer: &CausalConv,
         index: usize,
-        groups: &mut [DecodeRows],
+        batch: &mut DecodeBatch,
         each: usize,
     ) -> Result<Rows> {
-        let mut parts = parts(groups, index, each, |sizes| 0..sizes.conv);
+        let mut parts = parts(&mut batch.groups, index, each, |sizes| 0..sizes.conv);
         let y = kernel::causal_steps(x.mat(), &layer.weight.read().f32(), &mut parts);
         Ok(Rows::on_cpu(y, x.rows(), x.cols()))
     }
@@ -119,10 +125,10 @@ impl RecurrentOps for Cpu {
         gates: &Rows,
         heads: DeltaHeads,
         index: usize,
-        groups: &mut [DecodeRows],
+        batch: &mut DecodeBatch,
         each: usize,
     ) -> Result<Rows> {
-        let mut parts = parts(groups, index, each, |sizes| sizes.conv..sizes.both());
+        let mut parts = parts(&mut batch.groups, index, each, |sizes| sizes.conv..sizes.both());
         let out = kernel::delta_steps(qkv.mat(), gates.mat(), &mut parts, heads.shape());
         Ok(Rows::on_cpu(out, qkv.rows(), heads.value_width()))
     }

@@ -9,7 +9,7 @@ use crate::recurrent::{CausalConv, DeltaHeads};
 use crate::rows::Rows;
 
 /// Sizes of the state of a recurrent layer in one sequence, in numbers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StateSizes {
     /// Last inputs of the causal convolution, `[taps − 1, channels]`.
     pub conv: usize,
@@ -48,6 +48,7 @@ pub(crate) enum StateStore {
     Cpu(Vec<MmapMut>),
     #[cfg(feature = "twin")]
     Twin(Vec<Vec<f64>>),
+    Gpu(super::gpu::CardStates),
     /// Size of all states, which is counted but not allocated.
     Outline(#[allow(dead_code)] crate::outline::Span),
 }
@@ -56,7 +57,7 @@ impl GroupCache {
     /// Adds memory for the states of `layers` recurrent layers.
     ///
     /// # Errors
-    /// Returns an error if address space is unavailable, or on a GPU.
+    /// Returns an error if address space is unavailable.
     pub fn with_states(mut self, layers: usize, sizes: StateSizes) -> std::io::Result<Self> {
         let store = self.device().backend().states(layers, self.lengths.len(), sizes)?;
         self.states = Some(States { store, layers, sizes });

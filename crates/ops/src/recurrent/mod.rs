@@ -20,22 +20,29 @@ use crate::attention::{GroupCache, Layout};
 use crate::decode::{DecodeBatch, DecodeRows};
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::host::Host;
 use crate::rows::Rows;
 
-/// Layers that carry a state. A GPU supports none of them, and its methods return an error.
+/// Layers that carry a state.
 pub(crate) trait RecurrentOps {
     /// Computes a causal convolution along each sequence, followed by SiLU.
-    fn causal(&self, x: &Rows, layer: &CausalConv, segments: &Segments) -> Result<Rows>;
+    fn causal(&self, x: &Rows, layer: &CausalConv, segments: &Host<Segments>) -> Result<Rows>;
     /// Returns the gradient of the convolution's input, and adds that of the weight to its buffer.
-    fn causal_back(&self, x: &Rows, dy: &Rows, layer: &CausalConv, segments: &Segments) -> Result<Rows>;
+    fn causal_back(&self, x: &Rows, dy: &Rows, layer: &CausalConv, segments: &Host<Segments>)
+    -> Result<Rows>;
     /// Computes the gates `[g | β]` of rows `[a | b]`.
     fn delta_gates(&self, x: &Rows, layer: &DeltaGates) -> Result<Rows>;
     /// Returns the gradient of the gates' input, and adds those of the weights to their buffers. `y` is the result of
     /// [`Self::delta_gates`].
     fn delta_gates_back(&self, x: &Rows, y: &Rows, dy: &Rows, layer: &DeltaGates) -> Result<Rows>;
     /// Computes the gated delta rule. Returns the output and the states between chunks.
-    fn delta(&self, qkv: &Rows, gates: &Rows, segments: &Segments, heads: DeltaHeads)
-    -> Result<(Rows, Rows)>;
+    fn delta(
+        &self,
+        qkv: &Rows,
+        gates: &Rows,
+        segments: &Host<Segments>,
+        heads: DeltaHeads,
+    ) -> Result<(Rows, Rows)>;
     /// Returns the gradients of packed rows and gates.
     fn delta_back(
         &self,
@@ -43,7 +50,7 @@ pub(crate) trait RecurrentOps {
         gates: &Rows,
         states: &Rows,
         dout: &Rows,
-        segments: &Segments,
+        segments: &Host<Segments>,
         heads: DeltaHeads,
     ) -> Result<[Rows; 2]>;
     /// Computes `weight · rms(x) · silu(gate)` head by head. Returns the result and the statistics for the backward pass.
@@ -67,7 +74,7 @@ pub(crate) trait RecurrentOps {
         x: &Rows,
         layer: &CausalConv,
         index: usize,
-        groups: &mut [DecodeRows],
+        batch: &mut DecodeBatch,
         each: usize,
     ) -> Result<Rows>;
     /// Computes the gated delta rule of rows that continue completions, and moves their states on.
@@ -77,15 +84,16 @@ pub(crate) trait RecurrentOps {
         gates: &Rows,
         heads: DeltaHeads,
         index: usize,
-        groups: &mut [DecodeRows],
+        batch: &mut DecodeBatch,
         each: usize,
     ) -> Result<Rows>;
 }
 
 /// Returns the sequences of `rows` rows, computed once per layout.
-fn segments(op: &'static str, layout: &Layout, rows: usize) -> Result<Arc<Segments>> {
-    type Known = std::result::Result<Arc<Segments>, SegmentError>;
-    let known = layout.on(Device::Cpu, |layout| -> Known { Segments::of(layout, rows).map(Arc::new) });
+fn segments(op: &'static str, layout: &Layout, rows: usize) -> Result<Arc<Host<Segments>>> {
+    type Known = std::result::Result<Arc<Host<Segments>>, SegmentError>;
+    let known =
+        layout.on(Device::Cpu, |layout| -> Known { Ok(Arc::new(Segments::of(layout, rows)?.into())) });
     match &*known {
         Ok(segments) if segments.rows() == rows => Ok(Arc::clone(segments)),
         Ok(segments) => Err(Error::shape(op, format!("a layout of {} rows for {rows}", segments.rows()))),
@@ -142,7 +150,7 @@ impl CausalConv {
     /// sequence, and rows before its start are zeros.
     ///
     /// # Errors
-    /// Returns an error if the width differs, if the layout does not describe sequences of the rows, or on a GPU.
+    /// Returns an error if the width differs or if the layout does not describe sequences of the rows.
     pub fn forward(&self, x: &Rows, layout: &Layout) -> Result<Rows> {
         self.check(x)?;
         let segments = segments("causal convolution", layout, x.rows())?;
@@ -167,12 +175,12 @@ impl CausalConv {
     /// Computes the convolution of the next row of each slot of a batch, and moves the states of recurrent layer `index` on.
     ///
     /// # Errors
-    /// Returns an error if the width or the number of rows differs, if a cache has no such layer, or on a GPU.
+    /// Returns an error if the width or the number of rows differs, or if a cache has no such layer.
     pub fn forward_cached(&self, x: &Rows, index: usize, batch: &mut DecodeBatch) -> Result<Rows> {
         self.check(x)?;
-        let each = rows_each("causal convolution", x, &batch.groups, 1)?;
+        one_each("causal convolution", x, batch)?;
         check_states(x, index, &batch.groups, |sizes| sizes.fits_conv(self))?;
-        x.device().backend().causal_cached(x, self, index, &mut batch.groups, each)
+        x.device().backend().causal_cached(x, self, index, batch, 1)
     }
 
     /// Computes the convolution of consecutive rows that continue one slot.
@@ -187,9 +195,9 @@ impl CausalConv {
         slot: usize,
     ) -> Result<Rows> {
         self.check(x)?;
-        let groups = &mut [DecodeRows { cache, slots: vec![slot] }];
-        check_states(x, index, groups, |sizes| sizes.fits_conv(self))?;
-        x.device().backend().causal_cached(x, self, index, groups, x.rows())
+        let batch = &mut DecodeBatch::new(vec![DecodeRows { cache, slots: vec![slot] }]);
+        check_states(x, index, &batch.groups, |sizes| sizes.fits_conv(self))?;
+        x.device().backend().causal_cached(x, self, index, batch, x.rows())
     }
 
     fn check(&self, x: &Rows) -> Result<()> {
@@ -204,12 +212,11 @@ impl CausalConv {
     }
 }
 
-/// Returns `each` if the rows are `each` for every slot.
-fn rows_each(op: &'static str, x: &Rows, groups: &[DecodeRows], each: usize) -> Result<usize> {
-    let slots: usize = groups.iter().map(|group| group.slots.len()).sum();
-    match x.rows() == slots * each {
-        true => Ok(each),
-        false => Err(Error::shape(op, format!("{} rows for {slots} slots", x.rows()))),
+/// Returns an error unless there is a row for every slot of the batch.
+fn one_each(op: &'static str, x: &Rows, batch: &DecodeBatch) -> Result<()> {
+    match batch.rows() {
+        rows if rows == x.rows() => Ok(()),
+        rows => Err(Error::shape(op, format!("{} rows for {rows} slots", x.rows()))),
     }
 }
 
@@ -249,7 +256,7 @@ impl DeltaGates {
     /// `[t, 2 · value_heads] → [t, 2 · value_heads]`.
     ///
     /// # Errors
-    /// Returns an error if the sizes differ, or on a GPU.
+    /// Returns an error if the sizes differ.
     pub fn forward(&self, x: &Rows) -> Result<Rows> {
         self.check(x)?;
         x.device().backend().delta_gates(x, self)
@@ -325,7 +332,7 @@ impl DeltaHeads {
     /// that the backward pass needs besides the arguments. Source: arXiv 2412.06464.
     ///
     /// # Errors
-    /// Returns an error if sizes differ, if the layout does not describe sequences of the rows, or on a GPU.
+    /// Returns an error if sizes differ or if the layout does not describe sequences of the rows.
     pub fn forward(self, qkv: &Rows, gates: &Rows, layout: &Layout) -> Result<(Rows, Rows)> {
         self.check(qkv, gates)?;
         let segments = segments(OP, layout, qkv.rows())?;
@@ -338,7 +345,7 @@ impl DeltaHeads {
     /// As for [`Self::forward`].
     pub fn forward_prompt(self, qkv: &Rows, gates: &Rows) -> Result<(Rows, Rows)> {
         self.check(qkv, gates)?;
-        qkv.device().backend().delta(qkv, gates, &Segments::one(qkv.rows()), self)
+        qkv.device().backend().delta(qkv, gates, &Segments::one(qkv.rows()).into(), self)
     }
 
     /// Returns the gradients of packed rows and gates, given that of the output. The other arguments are those and the states of
@@ -369,7 +376,7 @@ impl DeltaHeads {
     /// Computes the gated delta rule of the next row of each slot of a batch, and moves the states of recurrent layer `index` on.
     ///
     /// # Errors
-    /// Returns an error if sizes differ, if a cache has no such layer, or on a GPU.
+    /// Returns an error if sizes differ, if a cache has no such layer, or if a GPU does not decode with such heads.
     pub fn forward_cached(
         self,
         qkv: &Rows,
@@ -378,9 +385,9 @@ impl DeltaHeads {
         batch: &mut DecodeBatch,
     ) -> Result<Rows> {
         self.check(qkv, gates)?;
-        let each = rows_each(OP, qkv, &batch.groups, 1)?;
+        one_each(OP, qkv, batch)?;
         check_states(qkv, index, &batch.groups, |sizes| sizes.state == self.state_len())?;
-        qkv.device().backend().delta_cached(qkv, gates, self, index, &mut batch.groups, each)
+        qkv.device().backend().delta_cached(qkv, gates, self, index, batch, 1)
     }
 
     /// Computes the gated delta rule of consecutive rows that continue one slot.
@@ -396,9 +403,9 @@ impl DeltaHeads {
         slot: usize,
     ) -> Result<Rows> {
         self.check(qkv, gates)?;
-        let groups = &mut [DecodeRows { cache, slots: vec![slot] }];
-        check_states(qkv, index, groups, |sizes| sizes.state == self.state_len())?;
-        qkv.device().backend().delta_cached(qkv, gates, self, index, groups, qkv.rows())
+        let batch = &mut DecodeBatch::new(vec![DecodeRows { cache, slots: vec![slot] }]);
+        check_states(qkv, index, &batch.groups, |sizes| sizes.state == self.state_len())?;
+        qkv.device().backend().delta_cached(qkv, gates, self, index, batch, qkv.rows())
     }
 
     fn check(self, qkv: &Rows, gates: &Rows) -> Result<()> {
@@ -415,11 +422,6 @@ impl DeltaHeads {
 
 const OP: &str = "gated delta rule";
 
-/// Returns the error of a GPU that is asked for states.
-fn refused_states() -> std::io::Error {
-    std::io::Error::new(std::io::ErrorKind::Unsupported, Error::Unsupported { op: OP }.to_string())
-}
-
 /// An RMS norm of each head, multiplied by SiLU of a gate: `y = weight · x / sqrt(mean(x²) + eps) · silu(gate)`.
 #[derive(Clone, Debug)]
 pub struct GatedNorm {
@@ -433,7 +435,7 @@ impl GatedNorm {
     /// Normalises heads that are side by side, `[t, heads · d] → [t, heads · d]`, and returns the statistics for the backward pass.
     ///
     /// # Errors
-    /// Returns an error if the sizes differ, or on a GPU.
+    /// Returns an error if the sizes differ.
     pub fn forward(&self, x: &Rows, gate: &Rows) -> Result<(Rows, Rows)> {
         self.check(x, gate)?;
         x.device().backend().gated_norm(x, gate, self)

@@ -9,12 +9,18 @@ use crate::twin::{Twin, accumulate, values};
 use super::*;
 
 impl RecurrentOps for Twin {
-    fn causal(&self, x: &Rows, layer: &CausalConv, segments: &Segments) -> Result<Rows> {
+    fn causal(&self, x: &Rows, layer: &CausalConv, segments: &Host<Segments>) -> Result<Rows> {
         let y = twin::causal_forward(x.mat64(), &values(&layer.weight), segments);
         Ok(Rows::on_twin(y, x.rows(), x.cols()))
     }
 
-    fn causal_back(&self, x: &Rows, dy: &Rows, layer: &CausalConv, segments: &Segments) -> Result<Rows> {
+    fn causal_back(
+        &self,
+        x: &Rows,
+        dy: &Rows,
+        layer: &CausalConv,
+        segments: &Host<Segments>,
+    ) -> Result<Rows> {
         let (dx, dw) = twin::causal_backward(dy.mat64(), x.mat64(), &values(&layer.weight), segments);
         accumulate(&layer.weight, &dw);
         Ok(Rows::on_twin(dx, x.rows(), x.cols()))
@@ -39,7 +45,7 @@ impl RecurrentOps for Twin {
         &self,
         qkv: &Rows,
         gates: &Rows,
-        segments: &Segments,
+        segments: &Host<Segments>,
         heads: DeltaHeads,
     ) -> Result<(Rows, Rows)> {
         let shape = heads.shape();
@@ -60,7 +66,7 @@ impl RecurrentOps for Twin {
         gates: &Rows,
         _: &Rows,
         dout: &Rows,
-        segments: &Segments,
+        segments: &Host<Segments>,
         heads: DeltaHeads,
     ) -> Result<[Rows; 2]> {
         let (dqkv, dgates) =
@@ -107,13 +113,13 @@ impl RecurrentOps for Twin {
         x: &Rows,
         layer: &CausalConv,
         index: usize,
-        groups: &mut [DecodeRows],
+        batch: &mut DecodeBatch,
         each: usize,
     ) -> Result<Rows> {
         let (c, weight) = (x.cols(), values(&layer.weight));
         let mut y = Vec::with_capacity(x.len());
         each_state(
-            groups,
+            &mut batch.groups,
             index,
             each,
             |sizes| 0..sizes.conv,
@@ -136,12 +142,12 @@ impl RecurrentOps for Twin {
         gates: &Rows,
         heads: DeltaHeads,
         index: usize,
-        groups: &mut [DecodeRows],
+        batch: &mut DecodeBatch,
         each: usize,
     ) -> Result<Rows> {
         let mut out = Vec::with_capacity(qkv.rows() * heads.value_width());
         each_state(
-            groups,
+            &mut batch.groups,
             index,
             each,
             |sizes| sizes.conv..sizes.both(),

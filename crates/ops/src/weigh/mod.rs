@@ -67,6 +67,24 @@ impl Rows {
     }
 }
 
+impl Routes {
+    /// Multiplies each place of `x [p, i]` by its weight, which is the softmax over the logits of the experts of its row.
+    pub fn weigh(&self, x: &Rows, logits: &Rows) -> Result<Rows> {
+        self.check("weigh", x, logits)?;
+        Ok(x.device().backend().weigh(x, logits, Weighing::Experts(self)))
+    }
+
+    /// Returns the gradients of [`Self::weigh`] with respect to `x` and `logits`.
+    pub fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows) -> Result<[Rows; 2]> {
+        self.check("weigh backward", x, logits)?;
+        x.device().check("weigh backward", dy)?;
+        match dy.dims() == x.dims() {
+            true => Ok(x.device().backend().weigh_back(x, logits, dy, Weighing::Experts(self))),
+            false => Err(self.error("weigh backward", dy)),
+        }
+    }
+}
+
 struct Gate;
 
 impl Op<2> for Gate {

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use omnigrpo_data::media_folder;
+use omnigrpo_data::{MediaFolder, media_folder};
 use omnigrpo_fetch::{FetchError, Hub, HubOptions, Step, cached, cached_dataset, has_weights, is_repo_name};
 use omnigrpo_guard::{inside, told};
 use omnigrpo_models::adapter_base;
@@ -13,6 +13,8 @@ use omnigrpo_settings::Settings;
 use omnigrpo_settings::environment::HubEnvironment;
 use omnigrpo_settings::problem::Problem;
 
+/// Number of names that a message lists.
+const SHOWN: usize = 5;
 /// Maximum size of the file with the token of the hub, bytes.
 const MAX_TOKEN_BYTES: u64 = 4 << 10;
 
@@ -111,12 +113,20 @@ pub fn folder_tables(folder: &Path, part: Option<&str>, split: &str) -> Result<V
     let at = folder.display().to_string();
     let tables = omnigrpo_fetch::folder_tables(folder, part, split);
     if let Err(FetchError::NoTables { .. }) = tables
-        && let Some(files) = media_folder(folder, split).map_err(|error| {
+        && let Some(MediaFolder { files, left_out }) = media_folder(folder, split).map_err(|error| {
             Problem::from_error(&error)
                 .at(at.clone())
                 .help("`--dataset_train_split` and `--dataset_test_split` select the split")
         })?
     {
+        if !left_out.is_empty() {
+            let few = left_out.iter().take(SHOWN).map(String::as_str).collect::<Vec<_>>().join(", ");
+            let more = if left_out.len() > SHOWN { ", …" } else { "" };
+            tracing::warn!(
+                "{at}: {few}{more} belong to no split and are left out, because other folders have names of splits; \
+                 rename those that are classes, or name the folder of the rows"
+            );
+        }
         return Ok(files);
     }
     tables.map_err(|error| match error {

@@ -1,6 +1,6 @@
 //! The table of flags, with one row per setting.
 //!
-//! The parser, `--help`, the keys of `--config` files and presets, `--print_config`, `docs/flags.md` and "did you
+//! The parser, `--help`, the keys of `--config` files and presets, `--print_config`, `docs/generated/flags.md` and "did you
 //! mean" all use this table. Names are those of `transformers` and TRL, with underscores. The names used by the source
 //! systems are aliases. A row names the field of [`Settings`] that it fills. Most are fields of a library's plan, whose
 //! default is that of the library.
@@ -544,6 +544,8 @@ pub(crate) const RANDOM: &[Verb] = &[Train, Sft, Generate, Eval, RewardsRun, Dem
 pub(crate) const LOOP: &[Verb] = &[Train, Sft, Demo];
 /// Verbs that summarise scored completions.
 pub(crate) const SUMS_UP: &[Verb] = &[Train, Sft, Eval, RewardsRun];
+/// Verbs whose work several processes divide.
+pub(crate) const DIVIDES: &[Verb] = &[Train, Sft, Generate, Eval];
 /// Verbs that evaluate during training.
 pub(crate) const PERIODIC: &[Verb] = &[Train, Sft];
 

@@ -90,7 +90,10 @@ pub const FLAGS: &[Flag] = &[
          itself is not included.",
     )
     .unset("the free memory of `device`")
-    .idle(|s, _| (!s.io.dry_run).then_some("only `plan`, `init` and `--dry_run` assume a GPU"))
+    .idle(|s, _| match s.io.dry_run {
+        true => on_cpu(s),
+        false => Some("only `plan`, `init` and `--dry_run` assume a GPU"),
+    })
     .free(LOOP),
     row(
         "gpu_rates",
@@ -112,7 +115,10 @@ pub const FLAGS: &[Flag] = &[
          h200 or b200; or TFLOP/s of bf16 products and GB/s of memory, such as `165,1008`.",
     )
     .unset("those of a usual GPU with as much memory")
-    .idle(|s, _| (!s.io.dry_run).then_some("only `plan`, `init` and `--dry_run` predict times"))
+    .idle(|s, _| match s.io.dry_run {
+        true => on_cpu(s),
+        false => Some("only `plan`, `init` and `--dry_run` predict times"),
+    })
     .free(LOOP),
     row(
         "adapter_name_or_path",
@@ -197,6 +203,12 @@ pub const FLAGS: &[Flag] = &[
         )
         .free(LOOP),
 ];
+
+/// Returns why a plan has no use for a GPU.
+fn on_cpu(settings: &Settings) -> Option<&'static str> {
+    (settings.model.device == DeviceChoice::Cpu)
+        .then_some("`device` is cpu, and the plan measures this machine")
+}
 
 /// Reads an amount of memory such as `24GB`, in bytes.
 fn memory_of(text: &str) -> Result<u64, Problem> {

@@ -260,6 +260,11 @@ impl Verb {
         }
     }
 
+    /// Returns true if several processes divide the work of the verb.
+    pub fn is_divided(self) -> bool {
+        super::DIVIDES.contains(&self)
+    }
+
     /// Returns the words that name the verb on the command line.
     pub const fn words(self) -> &'static [&'static str] {
         self.row().words

@@ -71,6 +71,10 @@ pub(super) fn install(env: &mut Environment<'_>) {
         Ok::<_, Error>(Value::from_object(namespace))
     });
     env.remove_global("debug");
+    add_filters(env);
+}
+
+fn add_filters(env: &mut Environment<'_>) {
     env.add_filter("trim", |state: &State, text: StringInput<'_>, set: Option<Cow<'_, str>>| {
         state.consume_fuel(stripped(text.as_str(), set.as_deref().unwrap_or_default()))?;
         Ok::<_, Error>(filters::trim(text, set))

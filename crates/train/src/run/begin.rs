@@ -13,7 +13,7 @@ use omnigrpo_rewards::RewardSet;
 
 use super::{Asked, Loop, Place};
 use crate::checkpoint;
-use crate::error::{LEAVES, Result, SYNC_REFERENCE, TrainError};
+use crate::error::{Result, SYNC_REFERENCE, TrainError};
 use crate::health::{Aims, Health};
 use crate::lender::Lenders;
 use crate::length::Length;
@@ -204,13 +204,6 @@ fn check(setup: &TrainSetup) -> Result<()> {
         let what =
             "an environment cannot answer recorded completions; leave out the replay or the environment";
         return Err(TrainError::Data { what: what.to_owned() });
-    }
-    if run.objective == Objective::Imitate && !algorithm.split.is_off() {
-        return Err(TrainError::setting(
-            LEAVES,
-            &algorithm.split.num_leaves().to_string(),
-            "supervised training runs in one process with one leaf; start it without a launcher".into(),
-        ));
     }
     if run.sync_reference.is_some() && !model.adapter_params().is_empty() {
         return Err(TrainError::setting(

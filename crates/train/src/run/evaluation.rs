@@ -1,5 +1,6 @@
 //! Evaluations during a run.
 
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 use omnigrpo_guard::{Fault, told};
@@ -8,7 +9,7 @@ use super::{Loop, is_due};
 use omnigrpo_observe::Event;
 
 use crate::error::{BEST_METRIC, Result, TrainError};
-use crate::evaluate::{Evaluation, evaluate_split};
+use crate::evaluate::{Batch, Evaluation, evaluate_split};
 use crate::plan::{EvalWhen, RunSummary, SaveWhen};
 
 impl Loop {
@@ -20,6 +21,7 @@ impl Loop {
         let (observer, records) = (&mut self.observer, &mut self.records);
         let is_recorded = self.place.evaluated_at == Some(step);
         let concluded = |evaluation: &Evaluation| {
+            evaluation.usable()?;
             observer.evaluation(step, evaluation);
             if !is_recorded {
                 for problem in records.evaluation(step, epoch, evaluation)? {
@@ -28,11 +30,14 @@ impl Loop {
             }
             Ok(())
         };
-        let mut progressed = |done| progress.advance(done);
+        let mut each = |batch: Batch<'_>| {
+            progress.advance(batch.num_rows);
+            Ok(())
+        };
         let evaluation = self
             .lenders
             .of_policy()
-            .whole(|| evaluate_split(split, model, rewards, plan, &mut progressed, concluded))?;
+            .whole(|| evaluate_split(split, model, rewards, plan, BTreeMap::new(), &mut each, concluded))?;
         drop(progress);
         self.console.activity().leave();
         self.place.evaluated_at = Some(step);

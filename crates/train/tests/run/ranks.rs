@@ -9,7 +9,7 @@ use omnigrpo_models::{Checkpoint, ContextTemplate, LoadOptions, LoraConfig, Priv
 use omnigrpo_observe::RunLock;
 use omnigrpo_ops::Device;
 use omnigrpo_ranks::{Engine, Ranks, Threads};
-use omnigrpo_train::{Offload, Shard};
+use omnigrpo_train::{Batch, Evaluation, Judged, Offload, Shard, Split, evaluate_split};
 
 use super::exact::{SETTINGS, Setting};
 use super::turns::interact;
@@ -746,8 +746,9 @@ fn a_broken_row_gives_the_bits_of_one_process() {
 /// Four ranks write checkpoints; two ranks or one process continue, also in the middle of a generation.
 #[test]
 fn a_run_resumes_to_the_bit_with_another_number_of_ranks() {
-    let cases: [Setting; 5] = [
+    let cases: [Setting; 6] = [
         ("plain", |_| {}),
+        ("imitation", |s| s.run.objective = Objective::Imitate),
         ("a cut state", cut),
         ("cut weights", cut_weights),
         ("several iterations", |s| s.run.num_iterations = 2),
@@ -895,12 +896,199 @@ fn a_reward_is_asked_once_whatever_the_number_of_ranks() {
     assert_eq!([asked(1), asked(4)], [3 * 4 * 3; 2]);
 }
 
+/// Examples of uneven lengths and media, whose tokens all ranks count.
 #[test]
-fn what_cannot_run_over_ranks_is_refused() {
+fn imitation_gives_the_bits_of_one_process() {
+    let cases: [Setting; 9] = [
+        ("plain", |_| {}),
+        ("a prompt less than ranks", |s| s.run.prompts_per_step = 3),
+        ("one prompt", |s| s.run.prompts_per_step = 1),
+        ("two micro-batches per leaf", |s| s.run.prompts_per_step = 8),
+        ("several streams", |s| (s.algorithm.max_stream_tokens, s.run.prompts_per_step) = (Some(24), 8)),
+        ("recomputation", |s| s.algorithm.recompute = true),
+        ("adapters in bf16", |s| {
+            in_bf16(s);
+            adapters(s);
+        }),
+        ("states in place of keys", |s| run_model(s, "qwen3_5")),
+        ("evaluation", |s| {
+            s.eval = Some(EvalPlan::new(Arc::clone(&s.prompts), Arc::clone(&s.dataset)));
+            s.run.eval.when = EvalWhen::Steps(2);
+        }),
+    ];
     let place = Place::new();
-    let mut supervised = plain(&place, &place.out("supervised"));
-    supervised.run.objective = Objective::Imitate;
-    supervised.algorithm.split.settings.leaves = Some(2);
-    let told = told(&run(supervised).unwrap_err());
-    assert!(told.contains("Division::leaves") && told.contains("one process"), "{told}");
+    for (what, change) in cases {
+        for shard in [Shard::None, Shard::Optimizer, Shard::Gradients, Shard::Weights] {
+            ranks_give_the_bits_of_one_process(&place, &format!("imitation, {what}, {shard:?}"), |setup| {
+                setup.run.objective = Objective::Imitate;
+                change(setup);
+                cut_into(setup, shard);
+            });
+        }
+    }
+    // One process gives the same bits with whole and with cut weights.
+    let whole = place.out("imitation, plain, None-1");
+    assert_same(&whole, &place.out("imitation, plain, Weights-2"), "cut weights");
+
+    let place = with_a_broken_row();
+    ranks_give_the_bits_of_one_process(&place, "imitation", |setup| setup.run.objective = Objective::Imitate);
+    assert_eq!(number(timeless(&place.out("imitation-4")).last().unwrap(), "data/skipped"), 1.0);
+}
+
+/// A step of one leaf is what one process without leaves does: its sum over tokens has no tree.
+#[test]
+fn leaves_change_imitation_by_rounding_alone() {
+    let place = Place::new();
+    let norm = |leaves: usize| {
+        let out = place.out(&format!("leaves-{leaves}"));
+        done(1, &out, |_, out| {
+            let mut setup = plain(&place, out);
+            (setup.run.objective, setup.run.max_steps, setup.run.prompts_per_step) =
+                (Objective::Imitate, Some(1), 6);
+            setup.algorithm.split.settings.leaves = Some(leaves);
+            setup.run.save.when = SaveWhen::Steps(1);
+            setup
+        });
+        let first = timeless(&out).remove(0);
+        ["loss", "entropy", "grad_norm", "num_tokens"].map(|name| number(&first, name))
+    };
+    let (one, four) = (norm(1), norm(4));
+    for (one, four) in one.into_iter().zip(four) {
+        assert!((one - four).abs() <= 1e-6 * one, "{one} and {four}");
+    }
+}
+
+/// Runs `of_rank` on each of `size` ranks, with a model of its own, and returns what the first one returns and how many have failed.
+fn read_over<T: Send>(
+    size: usize,
+    of_rank: impl Fn(&Split, &Model) -> Result<T, TrainError> + Sync,
+) -> Vec<Result<T, String>> {
+    let of_rank = &of_rank;
+    thread::scope(|scope| {
+        let all: Vec<_> = Threads::new(size)
+            .into_iter()
+            .map(|engine| {
+                scope.spawn(move || {
+                    let model = omnigrpo_testkit::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
+                    of_rank(&Split::over(Ranks::new(engine)), &model).map_err(|error| told(&error))
+                })
+            })
+            .collect();
+        all.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// The first rank gets all rows, in their order, in the batches of one process, and what an earlier process has done is not done again.
+#[test]
+fn evaluations_and_completions_of_rows_are_those_of_one_process() {
+    let place = with_a_broken_row();
+    let setup = plain(&place, &place.out("rows"));
+    let mut plan = EvalPlan::new(Arc::clone(&setup.prompts), Arc::clone(&setup.dataset));
+    (plan.options.batch_rows, plan.options.num_generations) = (1, 2);
+    plan.options.sampling = setup.algorithm.sampling.clone();
+    let rewards = || reward(|input| input.key.sample as f64 + input.prompt.len() as f64 / 100.0);
+
+    // Row numbers of all batches, the evaluation, and the rows that were stored before.
+    let evaluated = |size: usize, done: &BTreeMap<u64, Judged>| {
+        let each = read_over(size, |split, model| {
+            let own = if split.ranks.is_first() { done.clone() } else { BTreeMap::new() };
+            let (mut stored, mut ended) = (own.clone(), 0);
+            let mut each = |batch: Batch<'_>| {
+                stored.extend(batch.judged.iter().cloned());
+                Ok(())
+            };
+            let concluded = |_: &Evaluation| {
+                ended += 1;
+                Ok(())
+            };
+            let own = evaluate_split(split, model, &rewards(), &plan, own, &mut each, concluded)?;
+            Ok((own, stored, ended))
+        });
+        let mut each: Vec<_> = each.into_iter().map(Result::unwrap).collect();
+        assert!(each[1..].iter().all(|(own, stored, ended)| {
+            own.summary.metrics == each[0].0.summary.metrics && stored.is_empty() && *ended == 0
+        }));
+        each.swap_remove(0)
+    };
+    let (alone, stored, ended) = evaluated(1, &BTreeMap::new());
+    assert_eq!((stored.len(), alone.skipped.len(), ended), (plan.rows.len() - 1, 1, 1));
+    let half: BTreeMap<u64, Judged> = stored.iter().take(2).map(|(row, own)| (*row, own.clone())).collect();
+    for (size, done) in [(2, &BTreeMap::new()), (3, &BTreeMap::new()), (4, &half)] {
+        let (own, stored_again, _) = evaluated(size, done);
+        let text = |own: &Evaluation| serde_json::to_string(&own.rows).unwrap();
+        assert_eq!((text(&own), &own.skipped), (text(&alone), &alone.skipped), "{size} ranks");
+        assert_eq!(own.summary.metrics, alone.summary.metrics, "{size} ranks");
+        let text = |stored: &BTreeMap<u64, Judged>| serde_json::to_string(stored).unwrap();
+        assert_eq!(text(&stored_again), text(&stored), "{size} ranks");
+    }
+
+    let generated = |size: usize, rows: &[u64]| {
+        let each = read_over(size, |split, model| {
+            let mut all = Vec::new();
+            omnigrpo_train::generate_split(
+                split,
+                (model, &plan.prompts),
+                // The others take the rows of the first.
+                (&plan.dataset, if split.ranks.is_first() { rows } else { &[] }),
+                (&plan.options, None),
+                &mut |_| {},
+                &|batch| {
+                    let texts = batch.completions.iter().flatten().map(|own| own.text.clone());
+                    let bad = batch.unusable.iter().map(|(row, own)| format!("{row}: {}", own.reason));
+                    Ok(texts.chain(bad).collect::<Vec<String>>())
+                },
+                &mut |texts| {
+                    all.extend(texts);
+                    Ok(())
+                },
+            )?;
+            Ok(all)
+        });
+        let mut each: Vec<_> = each.into_iter().map(Result::unwrap).collect();
+        assert!(each[1..].iter().all(Vec::is_empty));
+        each.swap_remove(0)
+    };
+    for rows in [&plan.rows[..], &plan.rows[2..], &[]] {
+        let alone = generated(1, rows);
+        assert_eq!(alone.len(), if rows.is_empty() { 0 } else { 2 * rows.len() - 1 });
+        assert!([2, 4].iter().all(|&size| generated(size, rows) == alone));
+    }
+}
+
+/// A failure of one rank, or of the first one while it stores or scores rows, ends all ranks.
+#[test]
+fn a_failure_while_rows_are_read_ends_all_ranks() {
+    let place = Place::new();
+    let setup = plain(&place, &place.out("rows"));
+    let mut plan = EvalPlan::new(Arc::clone(&setup.prompts), Arc::clone(&setup.dataset));
+    plan.options.batch_rows = 1;
+    let full = || TrainError::Data { what: "no more room".into() };
+    let stored = read_over(3, |split, model| {
+        let mut each = |_: Batch<'_>| Err(full());
+        let rewards = reward(|_| 1.0);
+        evaluate_split(split, model, &rewards, &plan, BTreeMap::new(), &mut each, |_| Ok(())).map(drop)
+    });
+    let written = read_over(3, |split, model| {
+        let rewards = reward(|_| 1.0);
+        let each = &mut |_: Batch<'_>| Ok(());
+        evaluate_split(split, model, &rewards, &plan, BTreeMap::new(), each, |_| Err(full())).map(drop)
+    });
+    let made = read_over(3, |split, model| {
+        omnigrpo_train::generate_split(
+            split,
+            (model, &plan.prompts),
+            (&plan.dataset, &plan.rows),
+            (&plan.options, None),
+            &mut |_| {},
+            &|_| if split.ranks.rank() == 2 { Err(full()) } else { Ok(()) },
+            &mut |()| Ok(()),
+        )
+    });
+    for (failed, rank) in [(stored, 0), (written, 0), (made, 2)] {
+        let failed: Vec<String> = failed.into_iter().map(Result::unwrap_err).collect();
+        for (at, own) in failed.iter().enumerate() {
+            let prefix = if at == rank { String::new() } else { format!("rank {rank}: ") };
+            assert_eq!(own, &format!("{prefix}no more room"), "{failed:?}");
+        }
+    }
 }

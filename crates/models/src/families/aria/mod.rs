@@ -11,13 +11,12 @@ mod vision;
 use std::path::Path;
 use std::sync::Arc;
 
-use omnigrpo_ops::{Pass, Tape, Var};
 use serde_json::{Map, Value};
 
 pub use config::AriaConfig;
 pub use vision::VisionTower;
 
-use super::{Architecture, Encoder, Format, MediumInput, Network, Roles};
+use super::{Architecture, Format, Network, Roles};
 use crate::config_json::ConfigJson;
 use crate::decoder::{Decoder, DecoderConfig, DecoderNames};
 use crate::error::Result;
@@ -129,22 +128,5 @@ impl Architecture for Aria {
         let tower = VisionTower::build(&self.0, source)?;
         let decoder = Decoder::build(self.0.decoder.clone(), NAMES, source)?;
         Ok(Network { decoder, encoder: Some(Box::new(tower)) })
-    }
-}
-
-impl Encoder for VisionTower {
-    fn tower(&self, medium: &MediumInput, pass: &Pass, tape: &mut Tape) -> Result<Var> {
-        self.forward(&medium.data, medium.shape.masked()?, pass, tape)
-    }
-
-    fn project(
-        &self,
-        tower: &Var,
-        medium: &MediumInput,
-        _instruction: &[u32],
-        pass: &Pass,
-        tape: &mut Tape,
-    ) -> Result<Var> {
-        VisionTower::project(self, tower, &medium.data, medium.shape.masked()?, pass, tape)
     }
 }

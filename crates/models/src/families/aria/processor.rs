@@ -3,15 +3,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use omnigrpo_data::{MediumInfo, MediumRef};
 use omnigrpo_text::{ChatTemplate, Form, MediumKind, MediumSegment, MediumTokens};
 
 use super::{AriaConfig, media};
 use crate::error::{IMAGE_MAX_PIXELS, MAX_TILES, ModelError, Result, VIDEO_MAX_FRAMES, VIDEO_NFRAMES};
-use crate::families::reader::Reader;
-use crate::families::{
-    IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor, processor, reader,
-};
+use crate::families::reader::ReadMedia;
+use crate::families::{IdleSettings, MediumShape, Processor, processor};
 
 /// Text that a template writes for a picture.
 const MARKER: &str = "<|img|>";
@@ -27,8 +24,8 @@ pub(super) struct AriaPrompts {
 }
 
 impl Processor for AriaPrompts {
-    fn kinds(&self) -> &'static [MediumKind] {
-        media::MediaReader::KINDS.0
+    fn reader(&self) -> Option<&dyn ReadMedia> {
+        Some(&self.media)
     }
 
     fn idle_settings(&self) -> IdleSettings {
@@ -40,14 +37,6 @@ impl Processor for AriaPrompts {
             Form::Clip => Some(format!("lower {VIDEO_MAX_FRAMES} or {VIDEO_NFRAMES}")),
             _ => Some(format!("lower {IMAGE_MAX_PIXELS}, or set {MAX_TILES} 1")),
         }
-    }
-
-    fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {
-        reader::plan(&self.media, medium, header, settings)
-    }
-
-    fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
-        reader::prepare(&self.media, medium, settings)
     }
 
     /// Returns all squares of an image between one pair of tags. Each frame of a video has its own pair.

@@ -18,6 +18,7 @@ use omnigrpo_ops::{
 use super::config::AriaConfig;
 use crate::encoders::{Blocks, constant, siglip};
 use crate::error::{ModelError, Result};
+use crate::families::{Encoder, MediumInput};
 use crate::weights::{Init, Scope, WeightSource};
 
 const TOWER: &str = "vision_tower.";
@@ -103,12 +104,42 @@ impl VisionTower {
         Ok(Self { config: Arc::clone(config), patch, positions, blocks, projector })
     }
 
+    fn queries(&self, side: usize) -> Result<usize> {
+        self.config.tokens(side).ok_or_else(|| {
+            let sides = self.config.sides();
+            ModelError::shape(format!(
+                "vision tower: squares of {side} px are unsupported; the projector supports {sides:?} px"
+            ))
+        })
+    }
+
+    /// Returns the real patches of each square, those with at least one real pixel.
+    fn real(&self, pixels: &[f32], [count, side]: [usize; 2]) -> Result<Vec<Real>> {
+        self.queries(side)?;
+        let (plane, patch) = (side * side, self.config.tower.patch_px);
+        if count == 0 || pixels.len() != count * 4 * plane {
+            let what = format!("got {} values for {count} squares of {side} px with masks", pixels.len());
+            return Err(ModelError::shape(format!("vision tower: {what}")));
+        }
+        let squares = pixels.chunks_exact(4 * plane).map(|square| {
+            let mask = &square[3 * plane..];
+            // The real pixels form a rectangle that starts at the first corner.
+            let width = mask[..side].iter().take_while(|&&m| m > 0.0).count();
+            let height = mask.chunks_exact(side).take_while(|row| row[0] > 0.0).count();
+            [height.div_ceil(patch), width.div_ceil(patch)]
+        });
+        let real: Vec<Real> = squares.collect();
+        match real.iter().all(|[h, w]| h * w > 0) {
+            true => Ok(real),
+            false => Err(ModelError::shape("vision tower: a square has no real pixel")),
+        }
+    }
+}
+
+impl Encoder for VisionTower {
     /// Maps squares with masks `[s, 4, side, side]` to the tower's output `[t, c]`, square by square and row by row.
-    ///
-    /// # Errors
-    /// Returns an error if the values do not fit the shape, the projector does not support the side, or a square has no real
-    /// pixel.
-    pub fn forward(&self, pixels: &[f32], shape: [usize; 2], pass: &Pass, tape: &mut Tape) -> Result<Var> {
+    fn tower(&self, medium: &MediumInput, pass: &Pass, tape: &mut Tape) -> Result<Var> {
+        let (pixels, shape) = (&medium.data, medium.shape.masked()?);
         let [_, side] = shape;
         let real = self.real(pixels, shape)?;
         let (patch, table) = (self.config.tower.patch_px, self.config.grid(self.config.tower.side_px));
@@ -137,16 +168,17 @@ impl VisionTower {
     }
 
     /// Maps tower output `[t, c]` to features `[s · q, h]`.
-    pub fn project(
+    fn project(
         &self,
         tower: &Var,
-        pixels: &[f32],
-        shape: [usize; 2],
+        medium: &MediumInput,
+        _instruction: &[u32],
         pass: &Pass,
         tape: &mut Tape,
     ) -> Result<Var> {
-        let [count, side] = shape;
-        let lengths: Vec<usize> = self.real(pixels, shape)?.iter().map(|[h, w]| h * w).collect();
+        let [count, side] = medium.shape.masked()?;
+        let lengths: Vec<usize> =
+            self.real(&medium.data, [count, side])?.iter().map(|[h, w]| h * w).collect();
         let (queries, patches) = (self.queries(side)?, lengths.iter().sum::<usize>());
         if tower.rows().rows() != patches {
             let what = format!(
@@ -178,37 +210,6 @@ impl VisionTower {
             let y = tape.activation(&y, Activation::GeluTanh)?;
             tape.linear(&y, &own.fc2, &pass)
         })?)
-    }
-
-    fn queries(&self, side: usize) -> Result<usize> {
-        self.config.tokens(side).ok_or_else(|| {
-            let sides = self.config.sides();
-            ModelError::shape(format!(
-                "vision tower: squares of {side} px are unsupported; the projector supports {sides:?} px"
-            ))
-        })
-    }
-
-    /// Returns the real patches of each square, those with at least one real pixel.
-    fn real(&self, pixels: &[f32], [count, side]: [usize; 2]) -> Result<Vec<Real>> {
-        self.queries(side)?;
-        let (plane, patch) = (side * side, self.config.tower.patch_px);
-        if count == 0 || pixels.len() != count * 4 * plane {
-            let what = format!("got {} values for {count} squares of {side} px with masks", pixels.len());
-            return Err(ModelError::shape(format!("vision tower: {what}")));
-        }
-        let squares = pixels.chunks_exact(4 * plane).map(|square| {
-            let mask = &square[3 * plane..];
-            // The real pixels form a rectangle that starts at the first corner.
-            let width = mask[..side].iter().take_while(|&&m| m > 0.0).count();
-            let height = mask.chunks_exact(side).take_while(|row| row[0] > 0.0).count();
-            [height.div_ceil(patch), width.div_ceil(patch)]
-        });
-        let real: Vec<Real> = squares.collect();
-        match real.iter().all(|[h, w]| h * w > 0) {
-            true => Ok(real),
-            false => Err(ModelError::shape("vision tower: a square has no real pixel")),
-        }
     }
 }
 

@@ -89,10 +89,12 @@ impl MediaReader {
 }
 
 impl Reader for MediaReader {
-    const KINDS: (&'static [MediumKind], &'static str) = (
-        &[MediumKind::Image, MediumKind::Video, MediumKind::Audio],
-        "this model supports only images, videos and sounds",
-    );
+    fn supported(&self) -> (&'static [MediumKind], &'static str) {
+        (
+            &[MediumKind::Image, MediumKind::Video, MediumKind::Audio],
+            "this model supports only images, videos and sounds",
+        )
+    }
 
     fn sound(&self) -> Result<&LogMel> {
         self.mel.as_ref().ok_or_else(no_audio_tower)

@@ -2,14 +2,13 @@
 
 use std::sync::Arc;
 
-use omnigrpo_data::{MediumInfo, MediumRef};
 use omnigrpo_text::{Form, MediumKind, MediumSegment, MediumTokens, Part as TurnPart, Role, Tokenizer, Turn};
 
 use super::config::{HumanOmniConfig, PromptForm};
 use super::{MARKERS, media};
 use crate::error::{ModelError, Result, VIDEO_NFRAMES};
-use crate::families::reader::Reader;
-use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor, reader};
+use crate::families::reader::{ReadMedia, Reader};
+use crate::families::{IdleSettings, MediumShape, Processor};
 
 /// Token id at the positions of features.
 const FEATURE_ID: u32 = 0;
@@ -29,8 +28,8 @@ impl Processor for HumanOmniProcessor {
         true
     }
 
-    fn kinds(&self) -> &'static [MediumKind] {
-        media::MediaReader::KINDS.0
+    fn reader(&self) -> Option<&dyn ReadMedia> {
+        Some(&self.media)
     }
 
     fn idle_settings(&self) -> IdleSettings {
@@ -39,14 +38,6 @@ impl Processor for HumanOmniProcessor {
 
     fn shorten(&self, kind: MediumKind) -> Option<String> {
         (kind.form() == Form::Clip).then(|| format!("lower {VIDEO_NFRAMES}"))
-    }
-
-    fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {
-        reader::plan(&self.media, medium, header, settings)
-    }
-
-    fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
-        reader::prepare(&self.media, medium, settings)
     }
 
     fn tokens(&self, kind: MediumKind, shape: &MediumShape, _: &[f64]) -> Result<MediumTokens> {

@@ -107,7 +107,10 @@ impl InternVlConfig {
             context_token: None,
             template: None,
         };
-        (layout.rules().read)(json, &mut this)?;
+        match layout {
+            Layout::Original => read_original(json, &mut this)?,
+            Layout::Hf => read_hf(json, &mut this)?,
+        }
         let (side, tokens) = (this.tiles.side_px, this.tokens_per_tile());
         this.check_side(side as usize).map_err(|what| json.error(what))?;
         if json.size("image_seq_length", Some(tokens))? != tokens {
@@ -136,7 +139,7 @@ impl InternVlConfig {
 }
 
 /// Reads tiling and template, which only the original layout has in `config.json`.
-pub(super) fn read_original(json: &ConfigJson, config: &mut InternVlConfig) -> Result<()> {
+fn read_original(json: &ConfigJson, config: &mut InternVlConfig) -> Result<()> {
     json.only("select_layer", -1)?;
     json.only("pad2square", false)?;
     if json.text("ps_version")? != Some("v2") {
@@ -159,7 +162,7 @@ pub(super) fn read_original(json: &ConfigJson, config: &mut InternVlConfig) -> R
 
 /// Reads the placeholder and the size of tiles of the hf layout. Its processor may cut tiles of another size than the tower's. The
 /// number of tokens determines that size.
-pub(super) fn read_hf(json: &ConfigJson, config: &mut InternVlConfig) -> Result<()> {
+fn read_hf(json: &ConfigJson, config: &mut InternVlConfig) -> Result<()> {
     json.only("vision_feature_layer", -1)?;
     json.only("vision_feature_select_strategy", "default")?;
     let key = json.either("image_token_id", "image_token_index");

@@ -1,10 +1,6 @@
 //! The two layouts of InternVL: names of tensors, keys of the configuration and defaults.
 
-use crate::config_json::ConfigJson;
-use crate::error::Result;
-
 use super::CONTEXT;
-use super::config::{self, InternVlConfig};
 
 /// Layout of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,8 +37,6 @@ pub(super) struct Rules {
     pub as_modules: bool,
     /// Whether the tiling is in the processor file.
     pub tiles_in_processor: bool,
-    /// Function that reads the remaining fields.
-    pub read: fn(&ConfigJson, &mut InternVlConfig) -> Result<()>,
 }
 
 static RULES: [Rules; 2] = [
@@ -59,7 +53,6 @@ static RULES: [Rules; 2] = [
         marker: "<image>",
         as_modules: false,
         tiles_in_processor: false,
-        read: config::read_original,
     },
     Rules {
         name: "hf",
@@ -75,7 +68,6 @@ static RULES: [Rules; 2] = [
         marker: CONTEXT,
         as_modules: true,
         tiles_in_processor: true,
-        read: config::read_hf,
     },
 ];
 

@@ -15,7 +15,7 @@ mod vision;
 use std::path::Path;
 use std::sync::Arc;
 
-use omnigrpo_ops::{Param, Pass, Tape, Var};
+use omnigrpo_ops::Param;
 use omnigrpo_text::Tokenizer;
 
 pub use config::InternVlConfig;
@@ -23,7 +23,7 @@ pub use convert::convert;
 pub use layout::Layout;
 pub use vision::VisionTower;
 
-use super::{Architecture, Converted, Encoder, Format, MediumInput, Network, Roles};
+use super::{Architecture, Converted, Format, Network, Roles};
 use crate::config_json::ConfigJson;
 use crate::decoder::{Decoder, DecoderConfig, DecoderNames};
 use crate::error::{ModelError, Result};
@@ -139,22 +139,5 @@ impl Architecture for InternVl {
         let tower = VisionTower::build(&self.config, source)?;
         let decoder = Decoder::build(self.config.decoder.clone(), NAMES, source)?;
         Ok(Network { decoder, encoder: Some(Box::new(tower)) })
-    }
-}
-
-impl Encoder for VisionTower {
-    fn tower(&self, medium: &MediumInput, pass: &Pass, tape: &mut Tape) -> Result<Var> {
-        self.forward(&medium.data, medium.shape.pictures()?, pass, tape)
-    }
-
-    fn project(
-        &self,
-        tower: &Var,
-        medium: &MediumInput,
-        _instruction: &[u32],
-        pass: &Pass,
-        tape: &mut Tape,
-    ) -> Result<Var> {
-        VisionTower::project(self, tower, medium.shape.pictures()?, pass, tape)
     }
 }

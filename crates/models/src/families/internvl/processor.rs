@@ -3,15 +3,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use omnigrpo_data::{MediumInfo, MediumRef};
 use omnigrpo_text::{ChatTemplate, Form, MediumKind, MediumSegment, MediumTokens};
 
 use super::{CLOSE, InternVl, OPEN, media, template};
 use crate::error::{MAX_TILES, Result, VIDEO_MAX_FRAMES, VIDEO_NFRAMES};
-use crate::families::reader::Reader;
-use crate::families::{
-    IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor, processor, reader,
-};
+use crate::families::reader::ReadMedia;
+use crate::families::{IdleSettings, MediumShape, Processor, processor};
 
 pub(super) struct InternVlProcessor {
     pub(super) model: Arc<InternVl>,
@@ -19,8 +16,8 @@ pub(super) struct InternVlProcessor {
 }
 
 impl Processor for InternVlProcessor {
-    fn kinds(&self) -> &'static [MediumKind] {
-        media::MediaReader::KINDS.0
+    fn reader(&self) -> Option<&dyn ReadMedia> {
+        Some(&self.media)
     }
 
     fn idle_settings(&self) -> IdleSettings {
@@ -32,14 +29,6 @@ impl Processor for InternVlProcessor {
             Form::Clip => Some(format!("lower {VIDEO_MAX_FRAMES} or {VIDEO_NFRAMES}")),
             _ => Some(format!("lower {MAX_TILES}")),
         }
-    }
-
-    fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {
-        reader::plan(&self.media, medium, header, settings)
-    }
-
-    fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
-        reader::prepare(&self.media, medium, settings)
     }
 
     /// Returns all tiles of an image between one pair of tags. A video has a numbered line per frame.

@@ -14,6 +14,7 @@ use super::layout::Layout;
 use crate::block::{Block, Mlp, NormOrder, QkNorm};
 use crate::encoders::{constant, patch_rows, run_blocks, space_to_depth};
 use crate::error::{ModelError, Result};
+use crate::families::{Encoder, MediumInput};
 use crate::mixer::Mixer;
 use crate::weights::{Init, Scope, WeightSource};
 
@@ -100,18 +101,12 @@ impl VisionTower {
     fn grid(&self, side_px: usize) -> usize {
         side_px / self.config.vision.patch
     }
+}
 
+impl Encoder for VisionTower {
     /// Maps pictures `[n, 3, side, side]` to the tower's output `[n · (1 + g²), c]`, with the class token first in each tile.
-    ///
-    /// # Errors
-    /// Returns an error if the values do not fit the shape or the tiles do not fit the tower.
-    pub fn forward(
-        &self,
-        pixels: &[f32],
-        [count, height_px, width_px]: [usize; 3],
-        pass: &Pass,
-        tape: &mut Tape,
-    ) -> Result<Var> {
+    fn tower(&self, medium: &MediumInput, pass: &Pass, tape: &mut Tape) -> Result<Var> {
+        let (pixels, [count, height_px, width_px]) = (&medium.data, medium.shape.pictures()?);
         let v = &self.config.vision;
         let fits = self.config.check_side(height_px);
         if pixels.len() != count * 3 * height_px * width_px || height_px != width_px || fits.is_err() {
@@ -140,16 +135,15 @@ impl VisionTower {
 
     /// Drops the class tokens, joins `merge × merge` patches and maps them to the language model:
     /// `[n · (1 + g²), c] → [n · (g / merge)², h]`, row by row.
-    ///
-    /// # Errors
-    /// Returns an error if the tower output belongs to other tiles.
-    pub fn project(
+    fn project(
         &self,
         tower: &Var,
-        [count, side_px, _]: [usize; 3],
+        medium: &MediumInput,
+        _instruction: &[u32],
         pass: &Pass,
         tape: &mut Tape,
     ) -> Result<Var> {
+        let [count, side_px, _] = medium.shape.pictures()?;
         let (grid, merge) = (self.grid(side_px), self.config.merge);
         let order = space_to_depth(count, grid, merge, 1);
         let (tokens, wide) = (order.len() / (merge * merge), merge * merge * self.config.vision.hidden);

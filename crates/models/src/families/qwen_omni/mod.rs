@@ -113,7 +113,7 @@ impl Encoder for OmniEncoder {
     fn tower(&self, medium: &MediumInput, pass: &Pass, tape: &mut Tape) -> Result<Var> {
         match medium.shape {
             MediumShape::Mel { heard, .. } => self.audio.forward(&medium.data, heard, pass, tape),
-            _ => self.vision.forward(&medium.data, medium.shape.patches()?, pass, tape),
+            _ => self.vision.tower(medium, pass, tape),
         }
     }
 
@@ -121,7 +121,7 @@ impl Encoder for OmniEncoder {
         &self,
         tower: &Var,
         medium: &MediumInput,
-        _instruction: &[u32],
+        instruction: &[u32],
         pass: &Pass,
         tape: &mut Tape,
     ) -> Result<Var> {
@@ -130,7 +130,7 @@ impl Encoder for OmniEncoder {
                 let (linear, pass) = (self.sound.clone(), pass.clone());
                 Ok(tape.segment([tower], move |tape, [x]| tape.linear(x, &linear, &pass))?)
             }
-            _ => self.vision.project(tower, medium.shape.patches()?, pass, tape),
+            _ => self.vision.project(tower, medium, instruction, pass, tape),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use omnigrpo_data::{MediumInfo, MediumRef};
+use omnigrpo_data::MediumInfo;
 use omnigrpo_media::audio::LogMel;
 use omnigrpo_media::{FrameSize, Rgb8Image, VideoFrames};
 use omnigrpo_text::{Form, MediumKind, MediumSegment, MediumTokens, Span};
@@ -15,11 +15,9 @@ use crate::error::*;
 use crate::families::frames::FramePlan;
 use crate::families::qwen_vl::media::MediaReader as PixelReader;
 use crate::families::qwen_vl::positions::grid_positions;
-use crate::families::reader::{Reader, Request, Values};
+use crate::families::reader::{ReadMedia, Reader, Request, Values};
 use crate::families::sound::num_features;
-use crate::families::{
-    IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor, Shown, reader,
-};
+use crate::families::{IdleSettings, MediumInput, MediumShape, Processor, Shown};
 
 /// Tokens around a sound inside a clip.
 const SOUND: [&str; 2] = ["<|audio_bos|>", "<|audio_eos|>"];
@@ -32,7 +30,9 @@ pub(super) struct MediaReader {
 }
 
 impl Reader for MediaReader {
-    const KINDS: (&'static [MediumKind], &'static str) = (&MediumKind::ALL, "this model supports all media");
+    fn supported(&self) -> (&'static [MediumKind], &'static str) {
+        (&MediumKind::ALL, "this model supports all media")
+    }
 
     fn sound(&self) -> Result<&LogMel> {
         Ok(&self.mel)
@@ -88,8 +88,8 @@ impl OmniProcessor {
 }
 
 impl Processor for OmniProcessor {
-    fn kinds(&self) -> &'static [MediumKind] {
-        MediaReader::KINDS.0
+    fn reader(&self) -> Option<&dyn ReadMedia> {
+        Some(&self.media)
     }
 
     fn idle_settings(&self) -> IdleSettings {
@@ -111,14 +111,6 @@ impl Processor for OmniProcessor {
             Form::Picture => Some(format!("lower {IMAGE_MAX_PIXELS}")),
             Form::Sound => Some("give the sound an end in the row (video_end)".to_owned()),
         }
-    }
-
-    fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {
-        reader::plan(&self.media, medium, header, settings)
-    }
-
-    fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
-        reader::prepare(&self.media, medium, settings)
     }
 
     fn patch_len(&self) -> usize {

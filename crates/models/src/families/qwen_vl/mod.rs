@@ -13,14 +13,12 @@ mod vision;
 use std::path::Path;
 use std::sync::Arc;
 
-use omnigrpo_ops::{Pass, Tape, Var};
-
 pub use config::{QwenVlConfig, VisionConfig};
 pub use vision::VisionTower;
 
 use rules::{MODULES, Rules};
 
-use super::{Architecture, Encoder, Format, MediumInput, Network, Roles};
+use super::{Architecture, Format, Network, Roles};
 use crate::config_json::ConfigJson;
 use crate::decoder::{Decoder, DecoderConfig, DecoderNames};
 use crate::error::Result;
@@ -78,22 +76,5 @@ impl Architecture for QwenVlConfig {
         let names = DecoderNames { model: self.rules.prefixes[1], head: "lm_head.weight" };
         let decoder = Decoder::build(self.decoder.clone(), names, source)?;
         Ok(Network { decoder, encoder: Some(Box::new(tower)) })
-    }
-}
-
-impl Encoder for VisionTower {
-    fn tower(&self, medium: &MediumInput, pass: &Pass, tape: &mut Tape) -> Result<Var> {
-        self.forward(&medium.data, medium.shape.patches()?, pass, tape)
-    }
-
-    fn project(
-        &self,
-        tower: &Var,
-        medium: &MediumInput,
-        _instruction: &[u32],
-        pass: &Pass,
-        tape: &mut Tape,
-    ) -> Result<Var> {
-        VisionTower::project(self, tower, medium.shape.patches()?, pass, tape)
     }
 }

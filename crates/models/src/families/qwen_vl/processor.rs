@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use omnigrpo_data::{MediumInfo, MediumRef};
 use omnigrpo_media::qwen_vl::PatchGrid;
 use omnigrpo_text::{Form, MediumKind, MediumSegment, MediumTokens, Span};
 
@@ -11,8 +10,8 @@ use super::media::MediaReader;
 use super::positions::{MediumAxes, positions};
 use crate::decoder::Position;
 use crate::error::*;
-use crate::families::reader::Reader;
-use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor, reader};
+use crate::families::reader::ReadMedia;
+use crate::families::{IdleSettings, MediumInput, MediumShape, Processor};
 
 pub(super) struct QwenVlProcessor {
     pub(super) config: Arc<QwenVlConfig>,
@@ -30,8 +29,8 @@ impl QwenVlProcessor {
 }
 
 impl Processor for QwenVlProcessor {
-    fn kinds(&self) -> &'static [MediumKind] {
-        MediaReader::KINDS.0
+    fn reader(&self) -> Option<&dyn ReadMedia> {
+        Some(&self.media)
     }
 
     fn idle_settings(&self) -> IdleSettings {
@@ -56,14 +55,6 @@ impl Processor for QwenVlProcessor {
             )),
             _ => Some(format!("lower {IMAGE_MAX_PIXELS}")),
         }
-    }
-
-    fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {
-        reader::plan(&self.media, medium, header, settings)
-    }
-
-    fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
-        reader::prepare(&self.media, medium, settings)
     }
 
     fn patch_len(&self) -> usize {

@@ -22,6 +22,7 @@ use super::rules::Rules;
 use crate::block::{Block, BlockPass, Mlp, NormOrder};
 use crate::encoders::constant;
 use crate::error::{ModelError, Result};
+use crate::families::{Encoder, MediumInput};
 use crate::mixer::Mixer;
 use crate::weights::{Init, Scope, WeightSource};
 
@@ -117,11 +118,52 @@ impl VisionTower {
         Ok(Self { config, patch_embed, positions, blocks, mergers })
     }
 
+    /// Maps patches `[n, c]` to tokens `[n / merge², out]`; `inverse` puts them into the order of the prompt.
+    fn merge(
+        &self,
+        Merger { norm, joined, fc1, fc2 }: Merger,
+        x_nc: &Var,
+        inverse: &Arc<Index>,
+        pass: &Pass,
+        tape: &mut Tape,
+    ) -> Result<Var> {
+        let wide = self.config.merge * self.config.merge * self.config.hidden;
+        let (tokens, inverse, pass) = (inverse.len(), Arc::clone(inverse), pass.clone());
+        Ok(tape.segment([x_nc], move |tape, [x]| {
+            let x = if joined { tape.reshape(x, tokens, wide)? } else { x.clone() };
+            let x = tape.norm(&x, &norm)?;
+            let x = tape.reshape(&x, tokens, wide)?;
+            let x = tape.linear(&x, &fc1, &pass)?;
+            let x = tape.activation(&x, Activation::GeluErf)?;
+            let x = tape.linear(&x, &fc2, &pass)?;
+            tape.select(&x, &inverse)
+        })?)
+    }
+
+    /// Computes rotary angles: the row of a patch rotates the first half of the pairs, its column the second.
+    fn rope(&self, grid: PatchGrid, order: &[usize]) -> Arc<RopeTable> {
+        let quarter = self.config.heads.dim / 4;
+        let frequencies: Vec<f32> =
+            (0..quarter).map(|i| (1.0 / 10_000f64.powf(i as f64 / quarter as f64)) as f32).collect();
+        let (merge, unit) = (self.config.merge, self.config.merge * self.config.merge);
+        let (cells_w, cells) = (grid.w / merge, grid.h / merge * (grid.w / merge));
+        let order = order.to_vec();
+        Arc::new(RopeTable::from_angles(order.len() * unit, 2 * quarter, move |row, angles| {
+            let (cell, inner) = (order[row / unit] % cells, row % unit);
+            let y = cell / cells_w * merge + inner / merge;
+            let x = cell % cells_w * merge + inner % merge;
+            for i in 0..quarter {
+                angles[i] = y as f32 * frequencies[i];
+                angles[quarter + i] = x as f32 * frequencies[i];
+            }
+        }))
+    }
+}
+
+impl Encoder for VisionTower {
     /// Maps patch rows `[n, patch_len]` to the tower's output `[(1 + deep) · n, c]`, in the tower's own token order.
-    ///
-    /// # Errors
-    /// Returns an error if the rows do not fit the grid.
-    pub fn forward(&self, patches: &[f32], grid: PatchGrid, pass: &Pass, tape: &mut Tape) -> Result<Var> {
+    fn tower(&self, medium: &MediumInput, pass: &Pass, tape: &mut Tape) -> Result<Var> {
+        let (patches, grid) = (&medium.data, medium.shape.patches()?);
         let (n, len) = (grid.t * grid.h * grid.w, self.config.patch_len());
         if patches.len() != n * len
             || !grid.h.is_multiple_of(self.config.merge)
@@ -176,10 +218,15 @@ impl VisionTower {
 
     /// Runs the mergers: maps tower output `[(1 + deep) · n, c]` to features `[(1 + deep) · n / merge², out]`. The features of
     /// each level are in the order of the prompt.
-    ///
-    /// # Errors
-    /// Returns an error if the rows do not fit the grid.
-    pub fn project(&self, tower_nc: &Var, grid: PatchGrid, pass: &Pass, tape: &mut Tape) -> Result<Var> {
+    fn project(
+        &self,
+        tower_nc: &Var,
+        medium: &MediumInput,
+        _instruction: &[u32],
+        pass: &Pass,
+        tape: &mut Tape,
+    ) -> Result<Var> {
+        let grid = medium.shape.patches()?;
         let unit = self.config.merge * self.config.merge;
         let tokens = grid.t * grid.h * grid.w / unit;
         let order = WindowPlan::new(&self.config, grid).order;
@@ -204,47 +251,6 @@ impl VisionTower {
             });
         }
         features.ok_or_else(|| ModelError::shape("vision tower: no merger"))
-    }
-
-    /// Maps patches `[n, c]` to tokens `[n / merge², out]`; `inverse` puts them into the order of the prompt.
-    fn merge(
-        &self,
-        Merger { norm, joined, fc1, fc2 }: Merger,
-        x_nc: &Var,
-        inverse: &Arc<Index>,
-        pass: &Pass,
-        tape: &mut Tape,
-    ) -> Result<Var> {
-        let wide = self.config.merge * self.config.merge * self.config.hidden;
-        let (tokens, inverse, pass) = (inverse.len(), Arc::clone(inverse), pass.clone());
-        Ok(tape.segment([x_nc], move |tape, [x]| {
-            let x = if joined { tape.reshape(x, tokens, wide)? } else { x.clone() };
-            let x = tape.norm(&x, &norm)?;
-            let x = tape.reshape(&x, tokens, wide)?;
-            let x = tape.linear(&x, &fc1, &pass)?;
-            let x = tape.activation(&x, Activation::GeluErf)?;
-            let x = tape.linear(&x, &fc2, &pass)?;
-            tape.select(&x, &inverse)
-        })?)
-    }
-
-    /// Computes rotary angles: the row of a patch rotates the first half of the pairs, its column the second.
-    fn rope(&self, grid: PatchGrid, order: &[usize]) -> Arc<RopeTable> {
-        let quarter = self.config.heads.dim / 4;
-        let frequencies: Vec<f32> =
-            (0..quarter).map(|i| (1.0 / 10_000f64.powf(i as f64 / quarter as f64)) as f32).collect();
-        let (merge, unit) = (self.config.merge, self.config.merge * self.config.merge);
-        let (cells_w, cells) = (grid.w / merge, grid.h / merge * (grid.w / merge));
-        let order = order.to_vec();
-        Arc::new(RopeTable::from_angles(order.len() * unit, 2 * quarter, move |row, angles| {
-            let (cell, inner) = (order[row / unit] % cells, row % unit);
-            let y = cell / cells_w * merge + inner / merge;
-            let x = cell % cells_w * merge + inner % merge;
-            for i in 0..quarter {
-                angles[i] = y as f32 * frequencies[i];
-                angles[quarter + i] = x as f32 * frequencies[i];
-            }
-        }))
     }
 }
 

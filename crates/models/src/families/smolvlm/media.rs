@@ -20,6 +20,8 @@ pub(super) struct MediaReader {
     /// Longest edge of a frame before it becomes a square, in px.
     frame_px: u32,
     tokens_per_tile: usize,
+    /// Whether the processor reads videos too.
+    videos: bool,
 }
 
 /// Ignored settings: pictures of these models are tiles, so a limit on pixels would have no effect.
@@ -34,10 +36,6 @@ pub(super) const IDLE: IdleSettings = IdleSettings {
 };
 
 impl MediaReader {
-    /// Kinds of a checkpoint whose processor reads images only.
-    pub const IMAGES: (&'static [MediumKind], &'static str) =
-        (&[MediumKind::Image], "the processor of this model reads images only; SmolVLM2 reads videos");
-
     /// Reads sizes and normalisation from the processor files.
     pub fn open(dir: &Path, config: &SmolVlmConfig) -> Result<Self> {
         let json = image_processor(dir)?;
@@ -72,7 +70,7 @@ impl MediaReader {
             }
         }
         let frame_px = if config.videos { frame_px(dir, &json)? } else { pictures.longest_px };
-        Ok(Self { pictures, frame_px, tokens_per_tile })
+        Ok(Self { pictures, frame_px, tokens_per_tile, videos: config.videos })
     }
 
     fn pictures(&self, settings: &MediaSettings) -> SmolVlmProcessor {
@@ -91,6 +89,15 @@ impl MediaReader {
 }
 
 impl Reader for MediaReader {
+    fn supported(&self) -> (&'static [MediumKind], &'static str) {
+        match self.videos {
+            true => (&[MediumKind::Image, MediumKind::Video], "this model supports only images and videos"),
+            false => {
+                (&[MediumKind::Image], "the processor of this model reads images only; SmolVLM2 reads videos")
+            }
+        }
+    }
+
     /// Chooses frames by the rule of the published processor if the run asks for it.
     fn frames(&self, of: Request) -> Result<FramePlan> {
         let mut plan = FramePlan::new(of.medium, of.settings);

@@ -3,15 +3,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use omnigrpo_data::{MediumInfo, MediumRef};
 use omnigrpo_text::{ChatTemplate, MediumKind, MediumSegment, MediumTokens};
 
 use super::{SmolVlmConfig, media};
 use crate::error::{MAX_TILES, ModelError, Result, VIDEO_MAX_FRAMES, VIDEO_NFRAMES};
-use crate::families::reader::Reader;
-use crate::families::{
-    IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor, processor, reader,
-};
+use crate::families::reader::ReadMedia;
+use crate::families::{IdleSettings, MediumShape, Processor, processor};
 
 /// Tag on both sides of every run of features.
 const FAKE: &str = "<fake_token_around_image>";
@@ -27,21 +24,9 @@ pub(super) struct SmolVlmPrompts {
     pub(super) media: media::MediaReader,
 }
 
-impl SmolVlmPrompts {
-    fn check_kind(&self, kind: MediumKind) -> Result<()> {
-        match self.kinds().contains(&kind) || self.config.videos {
-            true => Ok(()),
-            false => Err(ModelError::MediumKind { kind, what: media::MediaReader::IMAGES.1 }),
-        }
-    }
-}
-
 impl Processor for SmolVlmPrompts {
-    fn kinds(&self) -> &'static [MediumKind] {
-        match self.config.videos {
-            true => media::MediaReader::KINDS.0,
-            false => media::MediaReader::IMAGES.0,
-        }
+    fn reader(&self) -> Option<&dyn ReadMedia> {
+        Some(&self.media)
     }
 
     fn idle_settings(&self) -> IdleSettings {
@@ -57,16 +42,6 @@ impl Processor for SmolVlmPrompts {
             MediumKind::Video => Some(format!("lower {VIDEO_MAX_FRAMES} or {VIDEO_NFRAMES}")),
             _ => Some(format!("lower {MAX_TILES}")),
         }
-    }
-
-    fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {
-        self.check_kind(medium.kind)?;
-        reader::plan(&self.media, medium, header, settings)
-    }
-
-    fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
-        self.check_kind(medium.kind)?;
-        reader::prepare(&self.media, medium, settings)
     }
 
     fn tokens(&self, kind: MediumKind, shape: &MediumShape, times_secs: &[f64]) -> Result<MediumTokens> {

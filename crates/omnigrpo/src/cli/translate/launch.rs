@@ -28,87 +28,100 @@ fn number(text: &str) -> Option<u64> {
     text.parse().ok().filter(|&n| (1..=4096).contains(&n))
 }
 
+/// A launcher: its words before the script, and its environment.
+struct Launcher<'a> {
+    words: &'a [String],
+    environment: &'a HashMap<String, String>,
+}
+
+impl Launcher<'_> {
+    /// Returns the first of these options, with its value.
+    fn option(&self, names: &[&str]) -> Option<(String, String)> {
+        self.words.iter().enumerate().find_map(|(at, word)| {
+            let (name, value) = match word.strip_prefix('-')?.trim_start_matches('-').split_once('=') {
+                Some((name, value)) => (name.replace('-', "_"), Some(value.to_owned())),
+                None => (word.trim_start_matches('-').replace('-', "_"), self.words.get(at + 1).cloned()),
+            };
+            names.contains(&name.as_str()).then(|| Some((format!("--{name}"), value?))).flatten()
+        })
+    }
+
+    fn variable(&self, name: &str) -> Option<(String, String)> {
+        // `env NAME=VALUE command`.
+        let own = self.words.iter().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+        let value = own.map(str::to_owned).or_else(|| self.environment.get(name).cloned());
+        value.map(|value| (name.to_owned(), value))
+    }
+
+    fn starts(&self, program: &str) -> bool {
+        self.words.iter().any(|word| word.rsplit('/').next() == Some(program))
+    }
+
+    /// Returns the number of processes of one of the `machines`, with the text that gives it. `all` is that of all machines in a
+    /// file of the launcher.
+    fn processes(&self, all: Option<(String, String)>, machines: u64) -> Option<(String, String)> {
+        let of_all = self.option(&["num_processes"]);
+        let own = self.option(&["nproc_per_node", "nproc", "num_gpus"]).filter(|_| of_all.is_none());
+        let each = of_all.or(all).map(|(name, value)| {
+            let each = number(&value).map(|all| (all / machines).max(1));
+            (name, each.map_or(value, |each| each.to_string()))
+        });
+        // DeepSpeed starts one process for each visible GPU.
+        let visible = || {
+            let (name, list) = self.option(&["include"]).or_else(|| self.variable("CUDA_VISIBLE_DEVICES"))?;
+            let list = list.split_once(':').map_or(list.as_str(), |(_, list)| list).trim_matches(['\'', '"']);
+            Some((name, list.split(',').filter(|id| !id.is_empty()).count().to_string()))
+        };
+        own.or(each)
+            .or_else(|| self.variable("NPROC_PER_NODE"))
+            .or_else(|| visible().filter(|_| self.starts("deepspeed")))
+    }
+}
+
 /// Reads a launcher: its words before the script, and its environment. `read` returns the text of a file.
 pub fn of(
-    launcher: &[String],
+    words: &[String],
     environment: &HashMap<String, String>,
     read: &impl Fn(&Path) -> Option<String>,
 ) -> Launch {
     let mut launch = Launch { machines: 1, ..Launch::default() };
-    let option = |names: &[&str]| {
-        launcher.iter().enumerate().find_map(|(at, word)| {
-            let (name, value) = match word.strip_prefix('-')?.trim_start_matches('-').split_once('=') {
-                Some((name, value)) => (name.replace('-', "_"), Some(value.to_owned())),
-                None => (word.trim_start_matches('-').replace('-', "_"), launcher.get(at + 1).cloned()),
-            };
-            names.contains(&name.as_str()).then(|| Some((format!("--{name}"), value?))).flatten()
-        })
-    };
-    let variable = |name: &str| {
-        // `env NAME=VALUE command`.
-        let own = launcher.iter().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
-        own.map(str::to_owned)
-            .or_else(|| environment.get(name).cloned())
-            .map(|value| (name.to_owned(), value))
-    };
-    let starts = |program: &str| launcher.iter().any(|word| word.rsplit('/').next() == Some(program));
-    let uses_accelerate = starts("accelerate");
+    let launcher = Launcher { words, environment };
+    let uses_accelerate = launcher.starts("accelerate");
     let mut all = None;
-    if let Some((_, file)) = option(&["config_file"]).filter(|_| uses_accelerate) {
+    if let Some((_, file)) = launcher.option(&["config_file"]).filter(|_| uses_accelerate) {
         match read(Path::new(&file)).and_then(|text| serde_saphyr::from_str::<Json>(&text).ok()) {
             Some(json) => all = launch.accelerate(&json, &file),
             None => {
                 // Files of projects are named after what they set.
                 launch.stage_by_name(&file);
-                launch.open.push(format!(
-                    "{file}, a settings file of accelerate, was not found; write its `num_processes` as `nproc_per_node`."
-                ));
+                launch.lacks_config(&file);
             }
         }
     }
-    if let Some((_, stage)) = option(&["zero_stage"])
+    if let Some((_, stage)) = launcher.option(&["zero_stage"])
         && let Some(&shard) = stage.parse().ok().and_then(|stage: usize| STAGES.get(stage))
     {
         launch.shard = Some((shard, format!("`--zero_stage {stage}`")));
     }
-    if let Some((_, strategy)) = option(&["fsdp_sharding_strategy"]) {
+    if let Some((_, strategy)) = launcher.option(&["fsdp_sharding_strategy"]) {
         launch.shard = fsdp(&strategy).map(|shard| (shard, format!("`--fsdp_sharding_strategy {strategy}`")));
     }
-    let machines = option(&["nnodes", "num_nodes", "num_machines"]).or_else(|| variable("NNODES"));
-    if let Some((name, value)) = machines {
+    let machines = launcher.option(&["nnodes", "num_nodes", "num_machines"]);
+    if let Some((name, value)) = machines.or_else(|| launcher.variable("NNODES")) {
         // `--nnodes=MIN:MAX` of torchrun.
         match number(value.split(':').next().unwrap_or_default()) {
             Some(machines) => launch.machines = machines,
             None => launch.open.push(format!("The number of machines is unknown (`{name}` {value}).")),
         }
     }
-    let told = option(&["num_processes"]).or(all).map(|(name, value)| {
-        // This number counts the processes of all machines.
-        let each = number(&value).map(|all| (all / launch.machines).max(1));
-        (name, each.map_or(value, |each| each.to_string()))
-    });
-    let told = option(&["num_processes"])
-        .is_none()
-        .then(|| option(&["nproc_per_node", "nproc", "num_gpus"]))
-        .flatten()
-        .or(told);
-    let told = told.or_else(|| variable("NPROC_PER_NODE"));
-    // DeepSpeed starts one process for each visible GPU.
-    let visible = || {
-        let (name, list) = option(&["include"]).or_else(|| variable("CUDA_VISIBLE_DEVICES"))?;
-        let list =
-            list.split_once(':').map_or(list.as_str(), |(_, list)| list).trim_matches(['\'', '"']).to_owned();
-        Some((name, list.split(',').filter(|id| !id.is_empty()).count().to_string()))
-    };
-    let told = told.or_else(|| visible().filter(|_| starts("deepspeed")));
-    match told {
+    match launcher.processes(all, launch.machines) {
         Some((name, value)) => match number(&value) {
             Some(processes) => launch.processes = Some((processes, format!("`{name}`"))),
             None => launch.open.push(format!(
                 "The number of processes is unknown (`{name}` {value}); write it as `nproc_per_node`."
             )),
         },
-        None if (uses_accelerate || starts("deepspeed")) && launch.open.is_empty() => launch.open.push(
+        None if (uses_accelerate || launcher.starts("deepspeed")) && launch.open.is_empty() => launch.open.push(
             "The number of processes depends on the machine that the script is for; write it as `nproc_per_node`."
                 .to_owned(),
         ),
@@ -127,6 +140,39 @@ fn fsdp(strategy: &str) -> Option<&'static str> {
 }
 
 impl Launch {
+    /// Reads the setting `accelerate_config` of TRL: a settings file of accelerate, or the name of one that TRL brings.
+    pub fn accelerate_config(
+        &mut self,
+        name: &str,
+        environment: &HashMap<String, String>,
+        read: &impl Fn(&Path) -> Option<String>,
+    ) {
+        // The files that TRL brings have eight processes, but single_gpu.
+        let own = if name.ends_with(".yaml") { None } else { read(Path::new(&format!("{name}.yaml"))) };
+        let text = own.or_else(|| read(Path::new(name)));
+        let words = ["accelerate", "--config_file", name].map(str::to_owned);
+        match (name, text) {
+            (_, Some(text)) => *self = of(&words, environment, &|_| Some(text.clone())),
+            ("single_gpu", None) => {}
+            ("multi_gpu" | "zero1" | "zero2" | "zero3" | "fsdp1" | "fsdp2", None) => {
+                let kind = if name.starts_with("zero") { "DEEPSPEED" } else { "FSDP" };
+                let kind = if name == "multi_gpu" { "MULTI_GPU" } else { kind };
+                let stage = name.trim_start_matches("zero").parse::<u64>().unwrap_or_default();
+                let own = format!(
+                    "distributed_type: {kind}\ndeepspeed_config: {{zero_stage: {stage}}}\nnum_processes: 8\n"
+                );
+                *self = of(&words, environment, &|_| Some(own.clone()));
+            }
+            _ => self.lacks_config(name),
+        }
+    }
+
+    fn lacks_config(&mut self, file: &str) {
+        self.open.push(format!(
+            "{file}, a settings file of accelerate, was not found; write its `num_processes` as `nproc_per_node`."
+        ));
+    }
+
     /// Reads a settings file of accelerate. Returns the number of all processes.
     fn accelerate(&mut self, json: &Json, file: &str) -> Option<(String, String)> {
         let text = |json: &Json| match json {

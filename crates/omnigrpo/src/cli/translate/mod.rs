@@ -135,7 +135,7 @@ fn of_shell(
     let mut entries = entries_of(words);
     let mut notes = vec![format!("Translated from {name}, a launch script of {}.", system.name)];
     // A condition that depends on the machine may decide a setting.
-    let (folders, mut changes): (Vec<String>, Vec<String>) =
+    let (folders, changes): (Vec<String>, Vec<String>) =
         undecided.drain(..).partition(|note| note.contains("changes to the folder"));
     notes.extend(folders);
     for (variable, name) in system.variables {
@@ -145,60 +145,57 @@ fn of_shell(
             entries.push(entry(name, vec![value.clone()], Origin::Environment(variable)));
         }
     }
-    let mut launch = launch::of(launcher, &line.environment, read);
-    if let Some(script) = launcher.last().filter(|word| word.ends_with(".py"))
-        && let Some(text) = read(Path::new(script))
-        && let Ok(own) = of_python(&text, Path::new(script))
-    {
-        let given = |entry: &Entry| entries.iter().any(|own| own.name.replace('-', "_") == entry.name);
-        let own_entries: Vec<Entry> = own.entries.into_iter().filter(|entry| !given(entry)).collect();
-        entries.extend(own_entries);
-        notes.extend(own.notes.into_iter().skip(1));
-        notes.push(format!("Settings of {script}, which the script starts, are included."));
+    let launch = launch::of(launcher, &line.environment, read);
+    let mut source = Source { system, entries, launch, changes, notes };
+    source.include_script(launcher, read);
+    source.include_config(read)?;
+    if let Some(name) = source.take("accelerate_config") {
+        source.launch.accelerate_config(&name, &line.environment, read);
     }
-    if let Some(at) =
-        entries.iter().position(|entry| matches!(entry.name.as_str(), "config" | "easyr1.config"))
-    {
-        let entry = entries.remove(at);
-        let file = entry.text();
-        match read(Path::new(&file)) {
-            Some(text) => {
-                let base = of_yaml(&text, &file)?;
-                let given = |entry: &Entry| entries.iter().any(|own| own.name == entry.name);
-                let weaker: Vec<Entry> = base.entries.into_iter().filter(|entry| !given(entry)).collect();
-                entries.extend(weaker);
-                notes.push(format!("Settings of {file}, which the script names, are included."));
-            }
-            None => changes.push(format!(
+    Ok(source)
+}
+
+impl Source {
+    /// Removes a setting and returns its text.
+    fn take(&mut self, name: &str) -> Option<String> {
+        let at = self.entries.iter().position(|entry| entry.name == name)?;
+        Some(self.entries.remove(at).text())
+    }
+
+    /// Includes the settings of the training script that a launcher starts.
+    fn include_script(&mut self, launcher: &[String], read: &impl Fn(&Path) -> Option<String>) {
+        if let Some(script) = launcher.last().filter(|word| word.ends_with(".py"))
+            && let Some(text) = read(Path::new(script))
+            && let Ok(own) = of_python(&text, Path::new(script))
+        {
+            let is_new =
+                |entry: &Entry| self.entries.iter().all(|own| own.name.replace('-', "_") != entry.name);
+            let new: Vec<Entry> = own.entries.into_iter().filter(is_new).collect();
+            self.entries.extend(new);
+            self.notes.extend(own.notes.into_iter().skip(1));
+            self.notes.push(format!("Settings of {script}, which the script starts, are included."));
+        }
+    }
+
+    /// Includes the settings of the file that the command names.
+    fn include_config(&mut self, read: &impl Fn(&Path) -> Option<String>) -> Result<(), Problem> {
+        let is_config = |entry: &Entry| matches!(entry.name.as_str(), "config" | "easyr1.config");
+        let Some(at) = self.entries.iter().position(is_config) else { return Ok(()) };
+        let file = self.entries.remove(at).text();
+        let Some(text) = read(Path::new(&file)) else {
+            self.changes.push(format!(
                 "{file}, which the script names, was not found; the defaults of {} stand for it.",
-                system.name
-            )),
-        }
+                self.system.name
+            ));
+            return Ok(());
+        };
+        let base = of_yaml(&text, &file)?;
+        let is_new = |entry: &Entry| self.entries.iter().all(|own| own.name != entry.name);
+        let new: Vec<Entry> = base.entries.into_iter().filter(is_new).collect();
+        self.entries.extend(new);
+        self.notes.push(format!("Settings of {file}, which the script names, are included."));
+        Ok(())
     }
-    if let Some(at) = entries.iter().position(|entry| entry.name == "accelerate_config") {
-        let name = entries.remove(at).text();
-        // The files that TRL brings have eight processes, but single_gpu.
-        let own = if name.ends_with(".yaml") { None } else { read(Path::new(&format!("{name}.yaml"))) };
-        let text = own.or_else(|| read(Path::new(&name)));
-        let words = ["accelerate", "--config_file", name.as_str()].map(str::to_owned);
-        match (name.as_str(), text) {
-            (_, Some(text)) => launch = launch::of(&words, &line.environment, &|_| Some(text.clone())),
-            ("single_gpu", None) => {}
-            ("multi_gpu" | "zero1" | "zero2" | "zero3" | "fsdp1" | "fsdp2", None) => {
-                let kind = if name.starts_with("zero") { "DEEPSPEED" } else { "FSDP" };
-                let kind = if name == "multi_gpu" { "MULTI_GPU" } else { kind };
-                let stage = name.trim_start_matches("zero").parse::<u64>().unwrap_or_default();
-                let own = format!(
-                    "distributed_type: {kind}\ndeepspeed_config: {{zero_stage: {stage}}}\nnum_processes: 8\n"
-                );
-                launch = launch::of(&words, &line.environment, &|_| Some(own.clone()));
-            }
-            _ => launch.open.push(format!(
-                "{name}, a settings file of accelerate, was not found; write its `num_processes` as `nproc_per_node`."
-            )),
-        }
-    }
-    Ok(Source { system, entries, launch, changes, notes })
 }
 
 /// Returns the trainer that a command starts, and the index of its first argument.
@@ -535,23 +532,8 @@ fn write(source: Source, file: &str, read: &impl Fn(&Path) -> Option<String>) ->
     let Layer { given, mut dropped, changing, problems, became, .. } =
         Layer::read(entries, Some(Verb::Train));
     let mut this = Translated { draft: Draft::default(), system, defaults: HashSet::new(), changes };
-    for Given { flag, value, origin } in given.into_iter().filter(|given| !given.flag.command_line_only) {
-        let source = match origin {
-            Origin::Preset(_) => {
-                this.defaults.insert(flag.name);
-                Some(format!("default of {}", system.name))
-            }
-            _ => became.iter().find(|(name, _)| *name == flag.name).map(|(_, text)| format!("from {text}")),
-        };
-        let difference =
-            DIFFERENCES.iter().find(|(name, _)| *name == flag.name).map(|(_, text)| (*text).to_owned());
-        let own = |name: &str| name == flag.name || flag.aliases.contains(&name);
-        let is_open = |text: &str| text.contains(['$', '`']) || text.starts_with('<') && text.ends_with('>');
-        let is_open = written.iter().any(|(name, text)| own(name) && is_open(text))
-            || source.as_deref().is_some_and(|source| source.contains('$'));
-        let fill =
-            is_open.then(|| "fill in what begins with `$`, or stands in backquotes or angles".to_owned());
-        this.draft.put(flag.name, value, source.into_iter().chain(difference).chain(fill).collect());
+    for given in given.into_iter().filter(|given| !given.flag.command_line_only) {
+        this.put(given, &written, &became);
     }
     // Columns with these names are read in any case, and rows without such media lack them.
     for (name, own) in [("image_column", "images"), ("video_column", "videos")] {
@@ -584,40 +566,8 @@ fn write(source: Source, file: &str, read: &impl Fn(&Path) -> Option<String>) ->
         }
     }
     this.leave_out_idle_defaults();
-    let Translated { draft, changes, .. } = this;
-
-    let mut text =
-        one_line(&format!("# omnigrpo train --config {}", Path::new(file).with_extension("yaml").display()));
-    text.push('\n');
-    notes.iter().for_each(|note| text.push_str(&format!("# {}\n", one_line(note))));
-    const NEEDED: [(&str, &[&str]); 3] = [
-        ("model_name_or_path", &[]),
-        ("train_file", &["dataset_use", "data_file_paths"]),
-        ("output_dir", &["exp_name"]),
-    ];
-    let lacks =
-        |(name, others): &(&str, &[&str])| !draft.has(name) && !others.iter().any(|other| draft.has(other));
-    let missing: Vec<String> =
-        NEEDED.iter().filter(|needed| lacks(needed)).map(|(name, _)| (*name).to_owned()).collect();
-    // The processes of verl and EasyR1 have counterparts.
-    let is_used = |(written, _): &&(String, String)| {
-        !["trainer.n_gpus_per_node", "trainer.nnodes"]
-            .contains(&written.split(' ').next().unwrap_or_default())
-    };
-    let dropped: Vec<String> =
-        dropped.iter().filter(is_used).map(|(written, why)| format!("{written}: {why}")).collect();
-    let list = |title: &str, items: &[String]| match items {
-        [] => String::new(),
-        items => {
-            let lines: String = items.iter().map(|item| format!("#   {}\n", one_line(item))).collect();
-            format!("\n# {title}\n{lines}")
-        }
-    };
-    text.push_str(&list("Changes training there, and is not in this file:", &changes));
-    text.push_str(&draft.text());
-    text.push_str(&list("Required, and not in the file:", &missing));
-    text.push_str(&list("Without a counterpart and without effect here:", &dropped));
-    Translation { text, changes }
+    let text = this.text(file, &notes, &dropped);
+    Translation { text, changes: this.changes }
 }
 
 /// Reads the processes of verl and EasyR1, which are settings, and what FSDP divides.
@@ -654,6 +604,67 @@ fn given_names(written: &[(String, String)]) -> Vec<&str> {
 }
 
 impl Translated {
+    /// Puts a setting into the draft, with comments about its source and its meaning here. `became` has the original texts of
+    /// settings with another name here.
+    fn put(&mut self, given: Given, written: &[(String, String)], became: &[(&str, String)]) {
+        let Given { flag, value, origin } = given;
+        let source = match origin {
+            Origin::Preset(_) => {
+                self.defaults.insert(flag.name);
+                Some(format!("default of {}", self.system.name))
+            }
+            _ => became.iter().find(|(name, _)| *name == flag.name).map(|(_, text)| format!("from {text}")),
+        };
+        let difference =
+            DIFFERENCES.iter().find(|(name, _)| *name == flag.name).map(|(_, text)| (*text).to_owned());
+        let own = |name: &str| name == flag.name || flag.aliases.contains(&name);
+        let is_open = |text: &str| text.contains(['$', '`']) || text.starts_with('<') && text.ends_with('>');
+        let is_open = written.iter().any(|(name, text)| own(name) && is_open(text))
+            || source.as_deref().is_some_and(|source| source.contains('$'));
+        let fill =
+            is_open.then(|| "fill in what begins with `$`, or stands in backquotes or angles".to_owned());
+        self.draft.put(flag.name, value, source.into_iter().chain(difference).chain(fill).collect());
+    }
+
+    /// Returns the text of the file: settings, and comments about the others.
+    fn text(&self, file: &str, notes: &[String], dropped: &[(String, String)]) -> String {
+        let mut text = one_line(&format!(
+            "# omnigrpo train --config {}",
+            Path::new(file).with_extension("yaml").display()
+        ));
+        text.push('\n');
+        notes.iter().for_each(|note| text.push_str(&format!("# {}\n", one_line(note))));
+        const NEEDED: [(&str, &[&str]); 3] = [
+            ("model_name_or_path", &[]),
+            ("train_file", &["dataset_use", "data_file_paths"]),
+            ("output_dir", &["exp_name"]),
+        ];
+        let lacks = |(name, others): &(&str, &[&str])| {
+            !self.draft.has(name) && !others.iter().any(|other| self.draft.has(other))
+        };
+        let missing: Vec<String> =
+            NEEDED.iter().filter(|needed| lacks(needed)).map(|(name, _)| (*name).to_owned()).collect();
+        // The processes of verl and EasyR1 have counterparts.
+        let is_used = |(written, _): &&(String, String)| {
+            !["trainer.n_gpus_per_node", "trainer.nnodes"]
+                .contains(&written.split(' ').next().unwrap_or_default())
+        };
+        let dropped: Vec<String> =
+            dropped.iter().filter(is_used).map(|(written, why)| format!("{written}: {why}")).collect();
+        let list = |title: &str, items: &[String]| match items {
+            [] => String::new(),
+            items => {
+                let lines: String = items.iter().map(|item| format!("#   {}\n", one_line(item))).collect();
+                format!("\n# {title}\n{lines}")
+            }
+        };
+        text.push_str(&list("Changes training there, and is not in this file:", &self.changes));
+        text.push_str(&self.draft.text());
+        text.push_str(&list("Required, and not in the file:", &missing));
+        text.push_str(&list("Without a counterpart and without effect here:", &dropped));
+        text
+    }
+
     fn integer(&self, name: &str) -> Option<i64> {
         match self.draft.value(name) {
             Some(Value::Int(number)) => Some(*number),

@@ -11,7 +11,7 @@ use omnigrpo_models::{ModelError, PromptBuilder};
 use omnigrpo_rollout::{Completion, GenerateOptions, Generator, TokenEvent};
 use omnigrpo_text::StreamDecoder;
 use omnigrpo_train::{
-    Keep, PreparedRow, Recorded, TrainError, Unusable, encode, environment_turns, requests,
+    Keep, PreparedRow, Recorded, Split, TrainError, Unusable, encode, environment_turns, requests,
 };
 use serde_json::{Value, json};
 
@@ -19,8 +19,9 @@ use super::{print, print_data};
 use crate::settings::Settings;
 use crate::settings::problem::Problem;
 use crate::settings::values::{Origin, Resolved, Value as Setting};
-use omnigrpo_session::evaluation::{evaluation, keep_media, sampled};
+use omnigrpo_session::evaluation::{evaluation, keep_media, model_of_ranks, sampled};
 use omnigrpo_session::files::{all_rows, can_write, keep_inputs, write_lines};
+use omnigrpo_session::ranks::{in_order, together};
 use omnigrpo_session::{Session, profile, resume, setup};
 
 fn input(settings: &Settings) -> Result<Arc<Dataset>> {
@@ -139,35 +140,47 @@ pub fn generate(resolved: &Resolved, session: &Session) -> Result<()> {
         Some(prompt) => generate_one(settings, session, prompt),
         None => generate_rows(resolved, session),
     }?;
-    if settings.log.profile {
+    if settings.log.profile && session.ranks.is_first() {
         print(&profile::table(&profile::take(), 1))?;
     }
     Ok(())
 }
 
 fn generate_rows(resolved: &Resolved, session: &Session) -> Result<()> {
-    let settings = &resolved.settings;
-    let (output, dataset) = (output(settings)?, input(settings)?);
-    keep_inputs(output, settings.io.input.as_deref().into_iter().chain(dataset.files()))?;
-    let checkpoint = session.checkpoint()?;
-    let model = setup::model(settings, checkpoint, session.device()?)?;
-    let prompts = session.prompts(settings, checkpoint, false)?;
-    keep_media(settings, checkpoint);
-    let mut partial = resume::open(resolved, session, output, model.dir(), &dataset)?;
+    let (settings, ranks) = (&resolved.settings, &session.ranks);
+    let opened = || -> Result<_> {
+        let dataset = input(settings)?;
+        let output = match &settings.io.output {
+            Some(output) if !ranks.is_first() => output.as_path(),
+            _ => output(settings)?,
+        };
+        if ranks.is_first() {
+            keep_inputs(output, settings.io.input.as_deref().into_iter().chain(dataset.files()))?;
+        }
+        let prompts = session.prompts(settings, session.checkpoint()?, false)?;
+        Ok((dataset, output, prompts, session.interaction(settings)?))
+    };
+    // The first rank fills the caches of downloads, which the others then read.
+    let (dataset, output, prompts, interaction) = in_order(ranks, Ok(()), opened)?;
+    let model = model_of_ranks(settings, session, &dataset)?;
+    keep_media(settings, model.checkpoint());
+    let opened = || resume::open(resolved, session, output, model.dir(), &dataset).map(Some);
+    let mut partial = together(ranks, if ranks.is_first() { opened() } else { Ok(None) })?;
+    let is_done = |row: &u64| partial.as_ref().is_some_and(|partial| partial.done().contains_key(row));
+    let rows: Vec<u64> = (0..dataset.len()).filter(|row| !is_done(row)).collect();
     let mut progress = session.console.progress("generating", dataset.len());
-    progress.advance(partial.done().len() as u64);
+    progress.advance(dataset.len() - rows.len() as u64);
     // Results of rows that fail are not stored, because a second attempt may succeed.
     let mut failed: BTreeMap<u64, String> = BTreeMap::new();
-    let rows: Vec<u64> = (0..dataset.len()).filter(|row| !partial.done().contains_key(row)).collect();
     let activity = session.console.activity();
-    omnigrpo_train::generate(
-        &model,
-        &prompts,
+    omnigrpo_train::generate_split(
+        &Split::over(ranks.clone()),
+        (&model, &prompts),
         (&dataset, &rows),
-        (&sampled(settings), session.interaction(settings)?.as_ref()),
+        (&sampled(settings), interaction.as_ref()),
         &mut |event| activity.token(event.last),
-        &mut |done| {
-            let lines = done.rows.iter().zip(done.completions).map(|(row, completions)| {
+        &|batch| {
+            let done = batch.rows.iter().zip(batch.completions).map(|(row, completions)| {
                 let made = json!({
                     "id": row.sample.id,
                     "prompt_tokens": row.prompt.ids.len(),
@@ -175,19 +188,27 @@ fn generate_rows(resolved: &Resolved, session: &Session) -> Result<()> {
                 });
                 (row.sample.row, with_columns(&dataset, &row.sample, &[], made).to_string())
             });
-            partial.add(lines)?;
-            for (row, Unusable { id, reason }) in done.unusable {
-                failed.insert(*row, json!({ "id": id, "error": reason }).to_string());
-            }
-            progress.advance((done.rows.len() + done.unusable.len()) as u64);
-            Ok(())
+            let unusable = batch.unusable.iter();
+            let unusable = unusable.map(|(row, Unusable { id, reason })| {
+                (*row, json!({ "id": id, "error": reason }).to_string())
+            });
+            Ok((done.collect::<Vec<_>>(), unusable.collect::<Vec<_>>()))
+        },
+        &mut |(done, unusable)| {
+            progress.advance((done.len() + unusable.len()) as u64);
+            failed.extend(unusable);
+            Ok(partial.as_mut().map_or(Ok(()), |partial| partial.add(done))?)
         },
     )?;
     drop(progress);
-    let lines: BTreeMap<&u64, &String> = partial.done().iter().chain(&failed).collect();
-    write_lines(output, lines.into_values())?;
-    partial.remove()?;
-    all_rows(failed.len() as u64, dataset.len())
+    let written = || -> Result<()> {
+        let Some(partial) = partial else { return Ok(()) };
+        let lines: BTreeMap<&u64, &String> = partial.done().iter().chain(&failed).collect();
+        write_lines(output, lines.into_values())?;
+        partial.remove()?;
+        all_rows(failed.len() as u64, dataset.len())
+    };
+    together(ranks, written())
 }
 
 fn completion_line(c: &Completion) -> Value {
@@ -270,12 +291,15 @@ fn generate_one(settings: &Settings, session: &Session, question: &str) -> Resul
 /// Evaluates a model on a dataset.
 pub fn eval(resolved: &Resolved, session: &Session) -> Result<()> {
     let evaluation = evaluation(resolved, session)?;
-    print(&super::summary::tables(&evaluation.summary))?;
-    let (skipped, rows) = (evaluation.skipped.len(), evaluation.rows.len() + evaluation.skipped.len());
-    if !resolved.settings.run.rows.skip.tolerates(skipped as u64, rows as u64) {
-        return Err(Problem::failure(format!("{skipped} of {rows} rows could not be evaluated"))
-            .help("they are listed above; --max_skipped sets the largest tolerated share")
-            .into());
-    }
-    Ok(())
+    let judged = || -> Result<()> {
+        print(&super::summary::tables(&evaluation.summary))?;
+        let (skipped, rows) = (evaluation.skipped.len(), evaluation.rows.len() + evaluation.skipped.len());
+        if !resolved.settings.run.rows.skip.tolerates(skipped as u64, rows as u64) {
+            return Err(Problem::failure(format!("{skipped} of {rows} rows could not be evaluated"))
+                .help("they are listed above; --max_skipped sets the largest tolerated share")
+                .into());
+        }
+        Ok(())
+    };
+    together(&session.ranks, if session.ranks.is_first() { judged() } else { Ok(()) })
 }

@@ -4,7 +4,7 @@ use std::io::{IsTerminal as _, Write as _};
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
-use omnigrpo_data::{Dataset, Sample};
+use omnigrpo_data::{Dataset, Sample, split};
 use omnigrpo_models::{FAMILIES, FamilyRow, PromptBuilder};
 use omnigrpo_rewards::{AccuracyMode, suitable_rule};
 use omnigrpo_text::MediumKind;
@@ -67,7 +67,7 @@ pub fn init(resolved: &Resolved, session: &Session) -> Result<()> {
     let dataset = setup::train_data(&base.settings)?;
     let prompts = session.prompts(&base.settings, checkpoint, false)?;
     let positions = checkpoint.family().architecture().decoder_config().max_positions;
-    let rows = Rows::look(&dataset, &prompts, positions)?;
+    let mut rows = Rows::look(&dataset, &prompts, positions)?;
     rows.check_sound(checkpoint.family().row())?;
     rows.choose(&mut draft, &base.settings)?;
 
@@ -265,6 +265,8 @@ fn ask(draft: &mut Draft) -> Result<()> {
 struct Rows {
     /// Number of all rows.
     num_rows: u64,
+    /// Number of rows to train on.
+    num_trained: u64,
     /// Number of rows that were read.
     num_read: usize,
     /// Rule that suits each ground truth, with the number of rows.
@@ -291,6 +293,7 @@ impl Rows {
             (0..read).filter_map(|at| dataset.get(at * num_rows / read.max(1)).ok()).collect();
         let mut rows = Self {
             num_rows,
+            num_trained: num_rows,
             num_read: samples.len(),
             rules: Vec::new(),
             with_tags: 0,
@@ -355,7 +358,7 @@ impl Rows {
     }
 
     /// Adds the settings that follow from the rows.
-    fn choose(&self, draft: &mut Draft, given: &Settings) -> Result<()> {
+    fn choose(&mut self, draft: &mut Draft, given: &Settings) -> Result<()> {
         let compares = !draft.has("reward_funcs") || !given.lacks_reward("accuracy");
         if self.rules.is_empty() && compares {
             return Err(Problem::failure("no row has a ground truth")
@@ -365,13 +368,16 @@ impl Rows {
                 .into());
         }
         self.choose_rewards(draft, compares);
-        self.choose_length(draft);
         let held_out = given.data.has_eval_rows() || given.data.val_split_ratio > 0.0;
-        if !held_out && self.num_rows >= SPLIT_FROM {
-            let [enough, most] = HELD_OUT;
-            // Training keeps three quarters of few rows.
-            let rows = (self.num_rows / 20).clamp(enough, most).min(self.num_rows / 4);
-            let share = rows as f64 / self.num_rows as f64;
+        let splits = !held_out && self.num_rows >= SPLIT_FROM;
+        let [enough, most] = HELD_OUT;
+        // Some of the held-out rows may be bad. Training keeps three quarters of few rows.
+        let spare = (enough as f64 * given.run.rows.skip.max_share).ceil() as u64;
+        let rows = (self.num_rows / 20).clamp(enough + spare, most).min(self.num_rows / 4);
+        let share = if splits { rows as f64 / self.num_rows as f64 } else { given.data.val_split_ratio };
+        self.num_trained = split(self.num_rows, share, 0).0.len() as u64;
+        self.choose_length(draft);
+        if splits {
             let why = match rows < enough {
                 false => format!("{rows} rows are held out to measure what is learned"),
                 true => format!(
@@ -424,14 +430,15 @@ impl Rows {
 
     /// Returns the number of steps that [`Self::choose_length`] chooses, or of those that are given.
     fn num_steps(&self, given: &Settings) -> u64 {
-        given.run.max_steps.unwrap_or((self.num_rows / self.num_rows.clamp(1, PROMPTS)).max(STEPS))
+        given.run.max_steps.unwrap_or((self.num_trained / self.num_trained.clamp(1, PROMPTS)).max(STEPS))
     }
 
     /// Returns flags that make a run quicker, the least harmful first. Those with the same name replace each other. `media` makes media
     /// smaller. What the user gave stays.
     fn levers(&self, given: &[&str], media: &[forecast::Flags]) -> forecast::Flags {
         let length = |thinking| ("max_completion_length", self.room(thinking).to_string());
-        let prompts = |count: u64| ("per_device_train_batch_size", self.num_rows.clamp(1, count).to_string());
+        let prompts =
+            |count: u64| ("per_device_train_batch_size", self.num_trained.clamp(1, count).to_string());
         let mut levers = vec![length(THINKING / 2), prompts(PROMPTS / 2)];
         levers.extend(media.concat());
         levers.extend([length(THINKING / 4), prompts(PROMPTS / 4), ("num_generations", "4".to_owned())]);
@@ -451,19 +458,19 @@ impl Rows {
         let why = format!("room for thinking, and for the longest answer (tokens: {})", self.longest_answer);
         draft.choose("max_completion_length", &self.room(THINKING).to_string(), why);
 
-        let prompts = self.num_rows.clamp(1, PROMPTS);
+        let prompts = self.num_trained.clamp(1, PROMPTS);
         let why = "prompts of a step; each gets `num_generations` completions";
         draft.choose("per_device_train_batch_size", &prompts.to_string(), why);
         draft.choose("gradient_accumulation_steps", "1", "an optimizer step after each batch");
         draft.choose("num_generations", "8", "completions per prompt, which are compared with each other");
-        if self.num_rows / prompts < STEPS {
+        if self.num_trained / prompts < STEPS {
             let why = format!(
                 "the rows are used several times (steps of one pass: {})",
-                self.num_rows.div_ceil(prompts)
+                self.num_trained.div_ceil(prompts)
             );
             draft.choose("max_steps", &STEPS.to_string(), why);
         } else {
-            draft.choose("num_train_epochs", "1", format!("{} steps", self.num_rows / prompts));
+            draft.choose("num_train_epochs", "1", format!("{} steps", self.num_trained / prompts));
         }
     }
 

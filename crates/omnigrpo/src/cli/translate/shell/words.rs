@@ -75,6 +75,12 @@ impl Words {
     }
 }
 
+/// Part of a value that is cut where a pattern fits.
+struct Cut {
+    from_end: bool,
+    largest: bool,
+}
+
 /// Effect of spaces in a value.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Spaces {
@@ -229,30 +235,18 @@ impl Shell {
                 };
                 Ok(self.value(parameter).map(|values| vec![len(values).to_string()]))
             }
-            E::RemoveSmallestSuffixPattern { parameter, indirect: false, pattern } => self.cut(
-                parameter,
-                pattern.as_deref(),
-                |text| text.char_indices().rev().map(|(at, _)| at).collect(),
-                true,
-            ),
-            E::RemoveLargestSuffixPattern { parameter, indirect: false, pattern } => self.cut(
-                parameter,
-                pattern.as_deref(),
-                |text| text.char_indices().map(|(at, _)| at).collect(),
-                true,
-            ),
-            E::RemoveSmallestPrefixPattern { parameter, indirect: false, pattern } => self.cut(
-                parameter,
-                pattern.as_deref(),
-                |text| text.char_indices().map(|(at, c)| at + c.len_utf8()).collect(),
-                false,
-            ),
-            E::RemoveLargestPrefixPattern { parameter, indirect: false, pattern } => self.cut(
-                parameter,
-                pattern.as_deref(),
-                |text| text.char_indices().rev().map(|(at, c)| at + c.len_utf8()).collect(),
-                false,
-            ),
+            E::RemoveSmallestSuffixPattern { parameter, indirect: false, pattern } => {
+                self.cut(parameter, pattern.as_deref(), Cut { from_end: true, largest: false })
+            }
+            E::RemoveLargestSuffixPattern { parameter, indirect: false, pattern } => {
+                self.cut(parameter, pattern.as_deref(), Cut { from_end: true, largest: true })
+            }
+            E::RemoveSmallestPrefixPattern { parameter, indirect: false, pattern } => {
+                self.cut(parameter, pattern.as_deref(), Cut { from_end: false, largest: false })
+            }
+            E::RemoveLargestPrefixPattern { parameter, indirect: false, pattern } => {
+                self.cut(parameter, pattern.as_deref(), Cut { from_end: false, largest: true })
+            }
             E::ReplaceSubstring { parameter, indirect: false, pattern, replacement, match_kind } => {
                 let Some(values) = self.value(parameter) else { return Ok(None) };
                 let pattern = self.assigned(pattern)?;
@@ -295,13 +289,12 @@ impl Shell {
         }
     }
 
-    /// Cuts the part that a pattern fits from the end or the start of values, trying the places that `places` gives in order.
+    /// Cuts the part that a pattern fits from values.
     fn cut(
         &mut self,
         parameter: &Parameter,
         pattern: Option<&str>,
-        places: fn(&str) -> Vec<usize>,
-        from_end: bool,
+        Cut { from_end, largest }: Cut,
     ) -> Result<Option<Vec<String>>, String> {
         let Some(values) = self.value(parameter) else { return Ok(None) };
         let pattern = self.assigned(pattern.unwrap_or_default())?;
@@ -311,7 +304,10 @@ impl Shell {
         }
         let cut = |text: &String| {
             let fits = |at: &usize| regex.is_match(if from_end { &text[*at..] } else { &text[..*at] });
-            match places(text).into_iter().find(fits) {
+            let place = |(at, c): (usize, char)| if from_end { at } else { at + c.len_utf8() };
+            let mut places = text.char_indices().map(place);
+            let found = if from_end == largest { places.find(fits) } else { places.rfind(fits) };
+            match found {
                 Some(at) if from_end => text[..at].to_owned(),
                 Some(at) => text[at..].to_owned(),
                 None => text.clone(),
