@@ -97,7 +97,8 @@ def lmms_eval(suites, url):
     score = json.loads(pathlib.Path(newest(suites.folder / "lmms/**/*_results.json")).read_text())["results"]["shapes"]["accuracy,none"]
     own = lines(suites.folder / "shapes.jsonl")
     samples = lines(newest(suites.folder / "lmms/**/*_samples_shapes.jsonl"))
-    answers = {own[sample["doc_id"]]["id"]: only(sample["filtered_resps"]) for sample in samples}
+    # The suite filters thoughts out before it scores.
+    answers = {own[sample["doc_id"]]["id"]: only(sample["resps"]) for sample in samples}
     compare("lmms-eval", answers, score, *suites.evaluated("shapes"))
 
 
@@ -126,7 +127,10 @@ def vlmevalkit(suites, url):
             parts = [{"type": "image", "image": str(picture)}, {"type": "text", "text": question}]
             solution = row[row["answer"]]
             file.write(json.dumps({"id": row["index"], "messages": [{"role": "user", "content": parts}], "solution": solution}) + "\n")
-    compare("VLMEvalKit", answers, score, *suites.evaluated("vlm"))
+    own_answers, own_score = suites.evaluated("vlm")
+    # Its split drops thoughts that are empty.
+    own_answers = {name: answer.removeprefix("<think></think>") for name, answer in own_answers.items()}
+    compare("VLMEvalKit", answers, score, own_answers, own_score)
 
 
 def lm_eval(suites, url):
