@@ -149,6 +149,8 @@ def main():
                 print(f"{case[0]:45} {made.get('failed', 'recorded')}", flush=True)
     if args.record and not wrong:
         args.record.write_text(json.dumps(found, sort_keys=True).replace("}, ", "},\n ") + "\n")
+    elif args.record:
+        print(f"{args.record} is not written: {wrong} of {len(found)} cases failed; clips need ffmpeg")
     if args.check:
         print(f"{len(found) - wrong} of {len(found)} cases are the same to the bit")
     return 1 if wrong else 0
