@@ -128,7 +128,7 @@ def vlmevalkit(suites, url):
             solution = row[row["answer"]]
             file.write(json.dumps({"id": row["index"], "messages": [{"role": "user", "content": parts}], "solution": solution}) + "\n")
     own_answers, own_score = suites.evaluated("vlm")
-    # Its split drops thoughts that are empty.
+    # VLMEvalKit drops thoughts that are empty.
     own_answers = {name: answer.removeprefix("<think></think>") for name, answer in own_answers.items()}
     compare("VLMEvalKit", answers, score, own_answers, own_score)
 

@@ -90,7 +90,7 @@ def run(binary, work, name, verb, model, flags):
     if reads_text_only(model):
         rows = [row for row in rows if not {"image", "video"} & set(row)]
     elif model == "smolvlm_v1":
-        # Its processor reads pictures only.
+        # The processor reads pictures only.
         rows = [row for row in rows if "video" not in row]
     elif model.startswith("qwen"):
         rows[2] |= {"fps": 2.0, "min_pixels": 3136, "max_pixels": 12544}

@@ -41,7 +41,7 @@ pub struct Session {
     device: Arc<OnceLock<Device>>,
 }
 
-/// What differs between the command line and a command in the process of another program.
+/// Settings of a command that the command line and the process of another program choose differently.
 #[derive(Clone, Copy, Default)]
 pub struct Host {
     /// Prints a table or a report; `None` for the console.
