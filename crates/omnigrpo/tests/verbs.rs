@@ -6,6 +6,7 @@ mod support;
 use std::io::Write as _;
 use std::process::Stdio;
 
+use omnigrpo_testkit::copy_dir;
 use omnigrpo_testkit::hub::{self, StandIn, sha256};
 use serde_json::{Value, json};
 use support::{Place, golden, numbers, ran, server};
@@ -331,9 +332,7 @@ fn every_command_runs_on_qwen3_5() {
         place.run(&format!("{line} --reward_funcs random --output_dir {bits}")).ok();
         assert!(place.exists(&format!("{bits}/adapter_model.safetensors")));
     }
-    place
-        .run(&format!("plan --model {model} --train_file rows.jsonl --gpu_memory 24GB {SMALL}"))
-        .fails(1, &["models of the family qwen3_5 cannot run on a GPU", "--device cpu"]);
+    place.run(&format!("plan --model {model} --train_file rows.jsonl --gpu_memory 24GB {SMALL}")).ok();
     every_command("qwen3_5_text", TEXTS, "out_proj", "qwen3_5_text: 5 layers, width 48");
 }
 
@@ -1406,17 +1405,29 @@ fn families_on_the_emulator_of_a_gpu() {
         ("omni", "--gradient_checkpointing"),
         ("qwen3_vl", "--gradient_checkpointing"),
         ("qwen3_vl_moe", "--use_peft --lora_target_modules all-linear,experts --lora_r 4 --lora_dropout 0"),
+        ("qwen3_5", "--gradient_checkpointing"),
+        ("qwen3_5_text", "--use_peft --lora_r 4 --lora_dropout 0"),
         ("qwen2", "--gradient_checkpointing"),
         ("qwen3", "--use_peft --lora_r 4 --lora_dropout 0"),
         ("llama", "--offload_optimizer"),
     ] {
         let place = Place::new();
-        let model = golden("checkpoints").join(name).display().to_string();
+        let mut model = golden("checkpoints").join(name).display().to_string();
+        if name.starts_with("qwen3_5") {
+            // Rounding changes this tiny model as little as others if 1 is added to mean squares of outputs near 0.
+            copy_dir(&golden("checkpoints").join(name), &place.path(name));
+            let config = place.text(&format!("{name}/config.json"));
+            place.write(
+                &format!("{name}/config.json"),
+                config.replace("\"rms_norm_eps\": 1e-06", "\"rms_norm_eps\": 1.0"),
+            );
+            model = name.to_owned();
+        }
         let mut rows = [
             json!({"id": "shapes", "image": "shapes.png", "problem": "Which shape is red?", "solution": "<answer>square</answer>"}),
             json!({"id": "sum", "problem": "What is 2+3?", "solution": "<answer>5</answer>"}),
         ];
-        if !name.contains("vl") && !["aria", "smolvlm", "humanomni", "omni"].contains(&name) {
+        if !name.contains("vl") && !["aria", "smolvlm", "humanomni", "omni", "qwen3_5"].contains(&name) {
             rows[0].as_object_mut().unwrap().remove("image");
         }
         place.write("few.jsonl", rows.clone().map(|row| format!("{row}\n")).concat());

@@ -18,11 +18,12 @@ use crate::golden::golden;
 /// Checkpoints of the cases in `cases/`.
 pub const CHECKPOINTS: [&str; 2] = ["qwen2_vl_tied", "qwen2_5_vl_tied"];
 /// One of each family and of each kind of decoder and tower, with a case of [`case_prompt`].
-pub const FAMILIES: [(&str, &str); 15] = [
+pub const FAMILIES: [(&str, &str); 17] = [
     ("qwen2_vl_tied", "C"),
     ("qwen2_5_vl_untied", "E"),
     ("qwen3_vl", "E"),
     ("qwen3_vl_moe", "E"),
+    ("qwen3_5", "E"),
     ("internvl_hf", "C"),
     ("internvl_rms_hf", "C"),
     ("internvl3_5_hf", "C"),
@@ -33,6 +34,7 @@ pub const FAMILIES: [(&str, &str); 15] = [
     ("qwen2_audio", "C"),
     ("qwen2", "B"),
     ("qwen3", "B"),
+    ("qwen3_5_text", "B"),
     ("llama", "B"),
 ];
 /// Models that read text only. They have results for case B.

@@ -88,9 +88,8 @@ impl ModelPlan {
     /// Returns the outline of the model that [`Self::load`] returns, with its trained weights marked.
     ///
     /// # Errors
-    /// Returns an error if files are unreadable, nothing can be trained, or the device does not support the model.
+    /// Returns an error if files are unreadable or nothing can be trained.
     pub fn outline(&self, trained: &Selection) -> Result<Model> {
-        self.checkpoint.check_device(self.device)?;
         let mut outline = self.with_options(trained, (Device::Outline, InPlace::None), |options| {
             Ok(Model::load(&self.checkpoint, &LoadOptions { outline: true, ..*options })?)
         })?;

@@ -29,7 +29,7 @@ LASTING = 3
 LATE = 10
 
 # Checkpoints of further families. HumanOmni is missing, since its towers are in separate directories.
-FAMILIES = ["qwen2_vl_tied", "qwen3_vl", "internvl_hf", "aria"]
+FAMILIES = ["qwen2_vl_tied", "qwen3_vl", "qwen3_5", "internvl_hf", "aria"]
 MODEL = f"--model {GOLDEN}/checkpoints/qwen2_5_vl_tied --torch_dtype float32 --threads 2"
 STEPS = "--num_generations 4 --gradient_accumulation_steps 2 --max_steps 2 --max_completion_length 8 --min_completion_length 8"
 UPDATE = "--learning_rate 1e-4 --adam_epsilon 1e-3"

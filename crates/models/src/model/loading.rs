@@ -8,7 +8,7 @@ use omnigrpo_ops::{Device, Param};
 
 use super::Model;
 use crate::checkpoint::Checkpoint;
-use crate::error::{ModelError, Result};
+use crate::error::Result;
 use crate::weights::{
     Chosen, FileSource, FrozenWeights, OutlineOf, OutlineSource, Quantization, RandomSource, ReferenceSource,
     TensorDigests, WeightDtype, WeightFiles,
@@ -58,27 +58,6 @@ fn weight_files(checkpoint: &Checkpoint) -> Result<(WeightFiles, HashSet<String>
     Ok((files, outside))
 }
 
-impl Checkpoint {
-    /// Returns an error if the model cannot run on this device. [`Device::Outline`] is a GPU that is not opened.
-    ///
-    /// # Errors
-    /// Returns an error if the model has the gated delta rule. Its kernels pass their tests on an emulated GPU, but the numbers of whole models
-    /// differ there by more than the bounds.
-    pub fn check_device(&self, device: Device) -> Result<()> {
-        let is_gpu = matches!(device, Device::Gpu(_) | Device::Outline);
-        if is_gpu && self.family().architecture().decoder_config().delta.is_some() {
-            return Err(ModelError::Checkpoint {
-                dir: self.dir().to_path_buf(),
-                what: format!(
-                    "models of the family {} cannot run on a GPU yet, since their numbers with the gated delta rule differ there; use --device cpu",
-                    self.family().name()
-                ),
-            });
-        }
-        Ok(())
-    }
-}
-
 /// Opens the tensors that saved copies contain and the network does not use; `None` if there are none.
 fn carried(checkpoint: &Checkpoint) -> Result<Option<WeightFiles>> {
     let format = checkpoint.family().format();
@@ -112,9 +91,6 @@ impl Model {
         arithmetic.check()?;
         let family = checkpoint.family();
         let architecture = family.architecture();
-        if !outline {
-            checkpoint.check_device(device)?;
-        }
         let new = |network, params, outside| Self::new(checkpoint.clone(), network, params, outside, device);
         if outline {
             let files = if random.is_some() { None } else { Some(weight_files(checkpoint)?.0) };
