@@ -3,8 +3,9 @@
 
     cargo build --release -p omnigrpo
     cargo run --release -p omnigrpo-demo --example task -- runs/task 1 0 8000 480
+    cargo run --release -p omnigrpo-demo --example task -- runs/clips 1 0 8000 1920
     python3 bench/learning/recipes.py demo --task runs/task
-    python3 bench/learning/recipes.py smollm2                  # after the first two commands of examples/smollm2
+    python3 bench/learning/recipes.py clips --task runs/clips
     python3 bench/learning/recipes.py draw                     # needs matplotlib
 
 Each task adds its runs to recipes.json, and runs that are there already are not repeated. `draw` writes recipes.md and recipes.svg.
@@ -39,65 +40,45 @@ VARIANTS = {
     "grpo": {}, "grpo, beta 0.04": dict(beta=0.04), "dr_grpo": dict(loss_type="dr_grpo"), "dapo": dict(loss_type="dapo"),
     "gspo": dict(loss_type="gspo"), "cispo": dict(loss_type="cispo"), "rloo": dict(loss_type="rloo"), "distillation": dict(reward_weights=0),
 }
-ITERATIONS = {"demo": (1, 4), "smollm2": (1,)}
+ITERATIONS = (1, 4)
 
 
 def flags(settings):
     return [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
 
 
-class Demo:
-    """Short questions about drawn pictures: 8 questions with 8 completions in a step, all weights trained."""
-
-    text = f"questions about drawn pictures, the demo's checkpoint, {PROMPTS} × {GENERATIONS}, all weights"
-
-    def __init__(self, args, scratch):
-        rows = rows_of(args.task.resolve(), scratch)
-        self.every, self.reward = EVERY, "right"
-        self.settings = SHARED | dict(
-            model_name_or_path=MODEL, train_file=rows["train"], eval_file=rows["eval"], torch_dtype="float32", tune_mm_vision=True,
-            per_device_train_batch_size=PROMPTS, gradient_accumulation_steps=1, beta=0, save_strategy="no", max_steps=STEPS,
-            reward_funcs=f"{HERE / 'reward.py'}:right",
-        )
-        # The recipes have their own clipping.
-        for name in ("save_steps", "save_only_model", "epsilon", "loss_type"):
-            del self.settings[name]
-
-    def model(self, out):
-        return out
+# Kinds of questions, and what the page says of the task.
+TASKS = {
+    "demo": (("colour", "count", "position", "shape"), "questions about drawn pictures"),
+    "clips": (("direction",), "questions about the direction in which a shape moves, in clips"),
+}
 
 
-class SmolLm2:
-    """Sums and differences with SmolLM2-135M-Instruct: the recipe of examples/smollm2, 30 steps."""
-
-    text = "sums and differences, SmolLM2-135M-Instruct in bfloat16, 8 × 8, LoRA"
-
-    def __init__(self, args, _):
-        self.every, self.reward, self.binary = 10, "exact", args.binary
-        self.settings = dict(config="examples/smollm2/train.yaml", max_steps=30)
-
-    def model(self, out):
-        merged = out.with_name(out.name + "-merged")
-        call(
-            self.binary, "export", "--model_name_or_path", "runs/smollm2/model", "--adapter_name_or_path", out, "--merge", "--output_dir", merged,
-        )
-        return merged
+def settings_of(name, data, scratch):
+    """8 questions with 8 completions in a step, all weights trained."""
+    rows = rows_of(data.resolve(), scratch, TASKS[name][0])
+    settings = SHARED | dict(
+        model_name_or_path=MODEL, train_file=rows["train"], eval_file=rows["eval"], torch_dtype="float32", tune_mm_vision=True,
+        per_device_train_batch_size=PROMPTS, gradient_accumulation_steps=1, beta=0, save_strategy="no", max_steps=STEPS,
+        reward_funcs=f"{HERE / 'reward.py'}:right",
+    )
+    # The recipes have their own clipping.
+    for name in ("save_steps", "save_only_model", "epsilon", "loss_type"):
+        del settings[name]
+    return settings
 
 
-TASKS = {"demo": Demo, "smollm2": SmolLm2}
-
-
-def train(binary, task, out, seed, threads, more):
+def train(binary, settings, out, seed, threads, more):
     """Trains once. Returns the held-out accuracy by step, the mean reward of each step, and seconds."""
-    settings = task.settings | dict(
-        output_dir=out, seed=seed, threads=threads, eval_on_start=True, eval_strategy="steps", eval_steps=task.every,
+    settings = settings | dict(
+        output_dir=out, seed=seed, threads=threads, eval_on_start=True, eval_strategy="steps", eval_steps=EVERY,
     ) | more
     clock = time.perf_counter()
     call(binary, "train", *flags(settings))
     lines = read_jsonl(out / "metrics.jsonl")
-    accuracy = {line["step"]: line[f"eval_rewards/{task.reward}/mean"] for line in lines if f"eval_rewards/{task.reward}/mean" in line}
-    rewards = [line[f"rewards/{task.reward}/mean"] for line in lines if "step_time" in line]
-    assert len(accuracy) == settings["max_steps"] // task.every + 1, sorted(accuracy)
+    accuracy = {line["step"]: line["eval_rewards/right/mean"] for line in lines if "eval_rewards/right/mean" in line}
+    rewards = [line["rewards/right/mean"] for line in lines if "step_time" in line]
+    assert len(accuracy) == settings["max_steps"] // EVERY + 1, sorted(accuracy)
     return dict(accuracy=accuracy, rewards=rewards, secs=round(time.perf_counter() - clock, 1))
 
 
@@ -106,21 +87,21 @@ def run(name, args):
     cpus = sorted(os.sched_getaffinity(0))[: args.threads]
     with tempfile.TemporaryDirectory() as scratch:
         scratch = Path(scratch)
-        task = TASKS[name](args, scratch)
+        settings = settings_of(name, args.task, scratch)
         teacher = None
         for seed in args.seeds:
-            for iterations in ITERATIONS[name]:
+            for iterations in ITERATIONS:
                 of = results.setdefault(name, {}).setdefault(str(iterations), {})
                 for index, (variant, more) in enumerate(VARIANTS.items()):
                     if str(seed) in of.get(variant, {}):
                         continue
                     if variant == "distillation":
                         if teacher is None:
-                            train(args.binary, task, scratch / "teacher", TEACHER_SEED, args.threads, {})
-                            teacher = task.model(scratch / "teacher")
+                            teacher = scratch / "teacher"
+                            train(args.binary, settings, teacher, TEACHER_SEED, args.threads, {})
                         more = more | dict(teacher_model_name_or_path=teacher)
                     out = scratch / f"{seed}-{iterations}-{index}"
-                    done = train(args.binary, task, out, seed, args.threads, dict(num_iterations=iterations) | more)
+                    done = train(args.binary, settings, out, seed, args.threads, dict(num_iterations=iterations) | more)
                     of.setdefault(variant, {})[str(seed)] = done | dict(commit=commit(), machine=machine(cpus)["cpu"])
                     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
                     print(f"{name}, {iterations} per rollout, {variant}, seed {seed}: {100 * last(done):.1f} %, {done['secs']} s", flush=True)
@@ -145,7 +126,7 @@ def area(run):
 
 
 def panels(results):
-    return [(name, iterations) for name, tasks in ITERATIONS.items() for iterations in tasks if str(iterations) in results.get(name, {})]
+    return [(name, iterations) for name in TASKS for iterations in ITERATIONS if str(iterations) in results.get(name, {})]
 
 
 def title(iterations):
@@ -172,7 +153,7 @@ def page(results):
     ]
     for name, iterations in panels(results):
         of = results[name][str(iterations)]
-        text = TASKS[name].text
+        text = f"{TASKS[name][1]}, the demo's checkpoint, {PROMPTS} × {GENERATIONS}, all weights"
         start = 100 * [*next(iter(of["grpo"].values()))["accuracy"].values()][0]
         lines += ["", f"## {name}: {title(iterations)}", "", f"{text[0].upper()}{text[1:]}; {start:.1f} % before training.", "",
                   "| recipe | seeds | at the end | on the way | 75 % at step |", "|---|---|---|---|---|"]
@@ -228,9 +209,9 @@ def draw(_name, _args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["demo", "smollm2", "draw"])
+    parser.add_argument("what", nargs="?", choices=[*TASKS, "draw"])
     parser.add_argument("--check", action="store_true", help="only compare the pages with recipes.json")
-    parser.add_argument("--task", type=Path, help="folder of the demo's task, written by its example")
+    parser.add_argument("--task", type=Path, help="folder of rows and media, written by the example `task`")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--binary", type=Path, default=ROOT / "target/release/omnigrpo")
@@ -243,8 +224,8 @@ def main():
         return fill(PAGE, table(results), check=True) or stale
     if args.what is None:
         parser.error("name a task, or draw")
-    if args.what == "demo" and args.task is None:
-        parser.error("demo needs --task")
+    if args.what in TASKS and args.task is None:
+        parser.error(f"{args.what} needs --task")
     args.binary = args.binary.absolute()
     os.chdir(ROOT)
     return (draw if args.what == "draw" else run)(args.what, args)

@@ -35,14 +35,15 @@ def call(*words):
     return done.stdout
 
 
-def rows_of(data, scratch):
-    """Writes short questions about images of the demo's task: 800 for training, one per prompt of a run, and 192 held out."""
+def rows_of(data, scratch, kinds=("colour", "count", "position", "shape")):
+    """Writes short questions of some kinds of the demo's task: 800 for training, one per prompt of a run, and 192 held out."""
     files = {}
     for split, count in (("train", STEPS * PROMPTS), ("eval", 192)):
-        rows = [row for row in read_jsonl(data / f"{split}.jsonl") if row["form"] == "short" and "image" in row][:count]
+        rows = [row for row in read_jsonl(data / f"{split}.jsonl") if row["form"] == "short" and row["type"] in kinds][:count]
         assert len(rows) == count, (split, len(rows))
         for row in rows:
-            row["image"] = str(data / row["image"])
+            medium = "image" if "image" in row else "video"
+            row[medium] = str(data / row[medium])
         files[split] = scratch / f"{split}.jsonl"
         files[split].write_text("".join(json.dumps(row) + "\n" for row in rows))
     return files

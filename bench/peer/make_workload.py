@@ -15,8 +15,9 @@ import torch
 from PIL import Image
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from workloads import HERE, IMAGE_PX, NUM_ROWS, SEED, TOKENS_PER_IMAGE, WORK, WORKLOADS, model_of
+from workloads import HERE, IMAGE_PX, IMAGE_TOKENS, NUM_ROWS, SEED, WORK, WORKLOADS, model_of
 
 VOCAB = 2048
 CONTROL = [
@@ -50,7 +51,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def hub_config() -> dict:
+def qwen2_5_vl() -> dict:
     """Creates a model of about 28 M parameters: 23.6 M decoder with tied embedding, 4.5 M tower and merger; the published flat form."""
     return dict(
         architectures=["Qwen2_5_VLForConditionalGeneration"], model_type="qwen2_5_vl", attention_dropout=0.0,
@@ -68,6 +69,52 @@ def hub_config() -> dict:
             fullatt_block_indexes=[1, 3], tokens_per_second=2, temporal_patch_size=2,
         ),
     )
+
+
+def qwen3_5() -> dict:
+    """Creates a model of about 32 M parameters: six blocks with the delta rule and two with attention, in heads of the published widths."""
+    return dict(
+        architectures=["Qwen3_5ForConditionalGeneration"], model_type="qwen3_5", transformers_version="4.57.0.dev0",
+        image_token_id=ID["<|image_pad|>"], video_token_id=ID["<|video_pad|>"], tie_word_embeddings=True,
+        vision_start_token_id=ID["<|vision_start|>"], vision_end_token_id=ID["<|vision_end|>"],
+        text_config=dict(
+            attention_bias=False, attention_dropout=0.0, attn_output_gate=True, dtype="float32", eos_token_id=ID["<|im_end|>"],
+            full_attention_interval=4, head_dim=256, hidden_act="silu", hidden_size=512, initializer_range=0.02,
+            intermediate_size=1152, linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_num_key_heads=4,
+            linear_num_value_heads=4, linear_value_head_dim=128, mamba_ssm_dtype="float32", max_position_embeddings=32768,
+            model_type="qwen3_5_text", num_attention_heads=4, num_hidden_layers=8, num_key_value_heads=1, rms_norm_eps=1e-6,
+            rope_parameters=dict(
+                mrope_interleaved=True, mrope_section=[11, 11, 10], partial_rotary_factor=0.25, rope_theta=10000000, rope_type="default",
+            ),
+            tie_word_embeddings=True, use_cache=True, vocab_size=VOCAB,
+        ),
+        vision_config=dict(
+            deepstack_visual_indexes=[], depth=4, hidden_act="gelu_pytorch_tanh", hidden_size=256, in_channels=3,
+            initializer_range=0.02, intermediate_size=512, model_type="qwen3_5", num_heads=4, num_position_embeddings=2304,
+            out_hidden_size=512, patch_size=16, spatial_merge_size=2, temporal_patch_size=2,
+        ),
+    )
+
+
+# By checkpoint: its config.json, the classes of transformers, the millions of parameters, and what its images are scaled by.
+MODELS = {
+    "model": (
+        qwen2_5_vl, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, (27.5, 28.5),
+        dict(
+            min_pixels=3136, max_pixels=12845056, patch_size=14, temporal_patch_size=2, merge_size=2,
+            image_mean=[0.48145466, 0.4578275, 0.40821073], image_std=[0.26862954, 0.26130258, 0.27577711],
+            image_processor_type="Qwen2VLImageProcessor", processor_class="Qwen2_5_VLProcessor",
+        ),
+    ),
+    "qwen3_5": (
+        qwen3_5, Qwen3_5Config, Qwen3_5ForConditionalGeneration, (30.0, 34.0),
+        dict(
+            size=dict(longest_edge=16777216, shortest_edge=65536), patch_size=16, temporal_patch_size=2, merge_size=2,
+            image_mean=[0.5] * 3, image_std=[0.5] * 3,
+            image_processor_type="Qwen2VLImageProcessorFast", processor_class="Qwen3VLProcessor",
+        ),
+    ),
+}
 
 
 def pseudo_words(rng: random.Random) -> list[str]:
@@ -114,19 +161,19 @@ def write_text_model(directory, tokenizer):
     print(f"{directory}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
 
 
-def write_model(words: list[str]):
-    MODEL = WORK / "model"
-    raw = hub_config()
+def write_model(directory, words: list[str]):
+    config, of_config, of_model, (least, most), images = MODELS[directory.name]
+    raw = config()
     keep = {k: v for k, v in raw.items() if k not in ("architectures", "model_type", "transformers_version")}
     torch.manual_seed(SEED)
-    model = Qwen2_5_VLForConditionalGeneration._from_config(Qwen2_5_VLConfig(**keep), dtype=torch.float32)
-    num_parameters = sum(p.numel() for p in model.parameters())
-    assert 27.5e6 < num_parameters < 28.5e6, num_parameters
-    model.save_pretrained(MODEL)
-    # transformers writes a nested config; the published files are flat.
-    write_json(MODEL / "config.json", raw)
-    build_tokenizer(words).save(str(MODEL / "tokenizer.json"), pretty=False)
-    write_json(MODEL / "tokenizer_config.json", dict(
+    model = of_model._from_config(of_config(**keep), dtype=torch.float32)
+    num_parameters = sum(p.numel() for p in model.parameters()) / 1e6
+    assert least < num_parameters < most, num_parameters
+    model.save_pretrained(directory)
+    # The published form, which transformers does not write.
+    write_json(directory / "config.json", raw)
+    build_tokenizer(words).save(str(directory / "tokenizer.json"), pretty=False)
+    write_json(directory / "tokenizer_config.json", dict(
         add_prefix_space=False, additional_special_tokens=CONTROL[1:], bos_token=None,
         added_tokens_decoder={
             str(i): dict(content=t, lstrip=False, normalized=False, rstrip=False, single_word=False, special=True)
@@ -135,17 +182,13 @@ def write_model(words: list[str]):
         clean_up_tokenization_spaces=False, eos_token="<|im_end|>", errors="replace", model_max_length=32768,
         pad_token="<|endoftext|>", split_special_tokens=False, tokenizer_class="Qwen2Tokenizer", unk_token=None,
     ))
-    write_json(MODEL / "chat_template.json", {"chat_template": CHAT_TEMPLATE})
-    write_json(MODEL / "preprocessor_config.json", dict(
-        min_pixels=3136, max_pixels=12845056, patch_size=14, temporal_patch_size=2, merge_size=2,
-        image_mean=[0.48145466, 0.4578275, 0.40821073], image_std=[0.26862954, 0.26130258, 0.27577711],
-        image_processor_type="Qwen2VLImageProcessor", processor_class="Qwen2_5_VLProcessor",
-    ))
-    write_json(MODEL / "generation_config.json", dict(
+    write_json(directory / "chat_template.json", {"chat_template": CHAT_TEMPLATE})
+    write_json(directory / "preprocessor_config.json", images)
+    write_json(directory / "generation_config.json", dict(
         bos_token_id=ID["<|endoftext|>"], pad_token_id=ID["<|endoftext|>"],
         eos_token_id=[ID["<|im_end|>"], ID["<|endoftext|>"]], transformers_version="4.41.2",
     ))
-    print(f"{MODEL}: {num_parameters / 1e6:.2f} M parameters")
+    print(f"{directory}: {num_parameters:.2f} M parameters")
 
 
 def image(rng: np.random.Generator) -> Image.Image:
@@ -167,7 +210,7 @@ def write_rows(name: str, words: list[str]):
         text = processor.apply_chat_template(
             [{"role": "user", "content": parts}], add_generation_prompt=True, tokenize=False
         )
-        return tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * TOKENS_PER_IMAGE))["input_ids"]
+        return tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * IMAGE_TOKENS[workload.model]))["input_ids"]
 
     num_words = workload.prompt_tokens - len(prompt_ids("Describe"))
     assert num_words > 0, f"{name}: the template alone is {-num_words} tokens too long"
@@ -197,7 +240,7 @@ def main():
     if not (directory / "generation_config.json").is_file():
         directory.mkdir(parents=True, exist_ok=True)
         if WORKLOADS[args.workload].sees:
-            write_model(words)
+            write_model(directory, words)
         else:
             write_text_model(directory, AutoTokenizer.from_pretrained(args.tokenizer))
     # Pseudo-words that are one token fill the prompts of our own tokenizer, plain words those of another.

@@ -8,8 +8,8 @@ HERE = Path(__file__).resolve().parent
 WORK = HERE / "scratch"
 
 IMAGE_PX = 448
-# (448 / 14)² patches, merged 2 × 2.
-TOKENS_PER_IMAGE = 256
+# Tokens of an image by checkpoint: (448 / 14)² or (448 / 16)² patches, merged 2 × 2.
+IMAGE_TOKENS = {"model": 256, "qwen3_5": 196}
 
 NUM_GENERATIONS = 8
 TEMPERATURE = 1.0
@@ -36,7 +36,7 @@ class Workload:
     @property
     def sees(self) -> bool:
         """Whether the model has a tower."""
-        return self.model == "model"
+        return self.model in IMAGE_TOKENS
 
     @property
     def completion_tokens_per_step(self) -> int:
@@ -49,6 +49,7 @@ LONG = {"float32": (5.0, 4.0), "bfloat16": (8.0, 6.0)}
 WORKLOADS = {
     "image1": Workload(1, 300, 64, {"float32": (14.0, 6.0)}),
     "image6": Workload(6, 1588, 64, {"float32": (16.0, 14.0)}),
+    "qwen3.5_image1": Workload(1, 240, 64, {"float32": (6.0, 6.0)}, "qwen3_5"),
     "text": Workload(0, 200, 256, {"float32": (2.7, 4.0)}),
     "smollm2_16": Workload(0, 128, 16, SHORT, "smollm2_135M"),
     "smollm2_128": Workload(0, 128, 128, LONG, "smollm2_135M"),
