@@ -14,8 +14,8 @@ use omnigrpo_rollout::{
     Completion, FinishReason, GenerateOptions, Generated, Generator, Request, SamplingParams, TokenEvent,
 };
 use omnigrpo_testkit::{
-    CHECKPOINTS, FAMILIES, Golden, QWENS, TEXTS, card, case_prompt, checkpoint, copy_dir, larger_model,
-    lengthened, max_diff, omni_prompt, rows,
+    CHECKPOINTS, FAMILIES, Golden, QWENS, TEXTS, card, case_prompt, checkpoint, copy_dir, larger_checkpoint,
+    larger_model, lengthened, max_diff, omni_prompt, rows,
 };
 use omnigrpo_text::{StopSet, Tokenizer};
 
@@ -635,6 +635,10 @@ fn the_delta_rule_after_a_long_prompt() {
         model: larger_model("qwen3_5"),
         tokenizer: Tokenizer::from_dir(&checkpoint("qwen3_5")).unwrap(),
     };
+    let published = |dtype| Setup {
+        model: model_of_published_widths(dtype),
+        tokenizer: Tokenizer::from_dir(&checkpoint("qwen3_5")).unwrap(),
+    };
     let (in_f32, in_bf16) = ((5e-6, 1e-4), (1e-2, 0.1));
     for (what, setup, (most_mean, most)) in [
         ("tiny", tiny("qwen3_5", WeightDtype::Float32), in_f32),
@@ -642,6 +646,8 @@ fn the_delta_rule_after_a_long_prompt() {
         ("tiny, bf16", tiny("qwen3_5", WeightDtype::BFloat16), in_bf16),
         ("tiny, untied, bf16", tiny("qwen3_5_untied", WeightDtype::BFloat16), in_bf16),
         ("wide", wide(), in_f32),
+        ("heads as published", published(WeightDtype::Float32), (2e-6, 2e-5)),
+        ("heads as published, bf16", published(WeightDtype::BFloat16), in_bf16),
     ] {
         let row = |(case, row): (&str, u64)| {
             let short = setup.row(case, row);
@@ -658,6 +664,24 @@ fn the_delta_rule_after_a_long_prompt() {
         assert!(max_diff(&got, &want) <= most, "{what}: {}", max_diff(&got, &want));
         assert!(setup.generate(&rows, 3, &sampled(70), &StopSet::default(), 1) == groups, "{what}");
     }
+}
+
+/// A random Qwen3.5 whose heads and initial weights have the published sizes.
+fn model_of_published_widths(dtype: WeightDtype) -> Model {
+    let dir = larger_checkpoint("qwen3_5");
+    let path = dir.path().join("config.json");
+    let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let text = &mut config["text_config"];
+    for key in ["linear_key_head_dim", "linear_value_head_dim"] {
+        text[key] = 128.into();
+    }
+    text["head_dim"] = 256.into();
+    text["initializer_range"] = 0.02.into();
+    text["rope_parameters"]["partial_rotary_factor"] = 0.25.into();
+    text["rope_parameters"]["mrope_section"] = serde_json::json!([11, 11, 10]);
+    std::fs::write(&path, config.to_string()).unwrap();
+    let options = LoadOptions { random: Some(7), dtype, ..LoadOptions::default() };
+    Model::load(&Checkpoint::open(dir.path()).unwrap(), &options).unwrap()
 }
 
 #[test]

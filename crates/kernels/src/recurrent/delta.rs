@@ -334,6 +334,19 @@ simd_fn! {
 }
 
 simd_fn! {
+    /// Writes `by · from` to the elements from `at` on, which may be uninitialised. No other reference to them may be alive.
+    fn scale_to<'a>(simd: S, to: Shared<'a>, at: usize, from: &'a [f32], by: f32) -> () {
+        assert!(at <= to.len() && from.len() <= to.len() - at, "a state out of bounds");
+        let by = simd.splat_f32s(by);
+        for i in (0..from.len()).step_by(S::F32_LANES) {
+            let width = S::F32_LANES.min(from.len() - i);
+            // SAFETY: the elements are in bounds, and this is the only task that refers to them.
+            unsafe { store_ptr(simd, to.ptr(at + i), width, simd.mul_f32s(load(simd, from, i), by)) };
+        }
+    }
+}
+
+simd_fn! {
     /// Computes `x[t] *= by[t]` for rows of `d` elements.
     fn scale_in_place<'a>(simd: S, x: &'a mut [f32], by: &'a [f32], d: usize) -> () {
         for (t, x) in x.chunks_exact_mut(d).enumerate() {
@@ -608,14 +621,10 @@ fn forward_task(
             if let Some(after) = after {
                 match before {
                     None => states.clear(at(after), one),
-                    // SAFETY: the states differ, and this is the only task that refers to the second.
-                    Some(before) => unsafe {
-                        states.ptr(at(after)).copy_from_nonoverlapping(before.as_ptr(), one);
-                    },
+                    Some(before) => scale_to(states, at(after), before, s.decays.whole),
                 }
                 // SAFETY: the elements have just been written, and this is the only reference to them.
                 let after = unsafe { states.part(at(after), one) };
-                scale_in_place(after, &[s.decays.whole], one);
                 let fading = reserve(&mut s.fading, c * shape.key_dim);
                 right.times(turned(fading, shape.key_dim), shape.key_dim, after, true);
             }
