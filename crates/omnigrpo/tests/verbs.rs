@@ -1515,6 +1515,40 @@ fn families_on_the_emulator_of_a_gpu() {
     }
 }
 
+/// Each divergence of a teacher with the kernels of a GPU, on the emulator, has the numbers of the CPU up to rounding.
+#[test]
+fn a_teacher_on_the_emulator_of_a_gpu() {
+    let place = Place::new();
+    let [model, teacher] =
+        ["qwen2", "qwen3"].map(|name| golden("checkpoints").join(name).display().to_string());
+    place.write("few.jsonl", "{\"problem\": \"What is 2+3?\", \"solution\": \"<answer>5</answer>\"}\n");
+    for more in [
+        "reverse_kl",
+        "reverse_kl --teacher_top_k 20",
+        "forward_kl --teacher_top_k 20",
+        "jsd --teacher_top_k 20",
+    ] {
+        let run = |device: &str| {
+            let out = format!("{device}-{}", more.replace(' ', ""));
+            place
+                .run(&format!(
+                    "train --model {model} --teacher_model_name_or_path {teacher} --teacher_divergence {more} --device {device} \
+                     --train_file few.jsonl --output_dir {out} --threads 1 --num_generations 2 --gradient_accumulation_steps 1 \
+                     --max_steps 2 --max_completion_length 4 --torch_dtype float32 --reward_funcs random --reward_weights 0"
+                ))
+                .ok();
+            let lines = place.lines(&format!("{out}/metrics.jsonl"));
+            let keys = ["loss", "grad_norm", if more == "reverse_kl" { "kl" } else { "teacher_divergence" }];
+            lines.iter().map(|line| keys.map(|key| line[key].as_f64().unwrap())).collect::<Vec<_>>()
+        };
+        let (cpu, gpu) = (run("cpu"), run("emulated"));
+        assert!(cpu.len() == 2 && gpu.len() == 2, "{more}");
+        for (want, got) in cpu.iter().flatten().zip(gpu.iter().flatten()) {
+            assert!(want.abs() > 1e-2 && (got - want).abs() <= 2e-3 * want.abs(), "{more}: {got} for {want}");
+        }
+    }
+}
+
 /// Adapters on weights of 8 and 4 bits with the kernels of a GPU, on the emulator, which multiplies the same weights as bf16.
 #[test]
 fn few_bits_on_the_emulator_of_a_gpu() {
