@@ -265,6 +265,12 @@ fn a_file_that_the_script_names_is_read() {
         assert!(text.contains(line), "{line} in\n{text}");
     }
     assert!(!text.contains("Qwen2.5-VL-3B"), "{text}");
+    // A flag with dashes is the setting of the file.
+    place.write("base.yaml", "model_name_or_path: m\ndataset_name: d\nnum_generations: 16\nbeta: 0.1\n");
+    place.write("trl.sh", "trl grpo --config base.yaml --num-generations 4\n");
+    let text = place.run("translate trl.sh").ok().stdout;
+    assert!(text.contains("\nnum_generations: 4") && text.contains("\nbeta: 0.1"), "{text}");
+    assert!(!text.contains("given twice") && !text.contains("16"), "{text}");
 }
 
 #[test]

@@ -140,7 +140,7 @@ fn of_shell(
     notes.extend(folders);
     for (variable, name) in system.variables {
         if let Some(value) = line.environment.get(*variable)
-            && !entries.iter().any(|entry| entry.name.replace('-', "_") == *name)
+            && !entries.iter().any(|entry| underscored(entry) == *name)
         {
             entries.push(entry(name, vec![value.clone()], Origin::Environment(variable)));
         }
@@ -158,8 +158,14 @@ fn of_shell(
 impl Source {
     /// Removes a setting and returns its text.
     fn take(&mut self, name: &str) -> Option<String> {
-        let at = self.entries.iter().position(|entry| entry.name == name)?;
+        let at = self.entries.iter().position(|entry| underscored(entry) == name)?;
         Some(self.entries.remove(at).text())
+    }
+
+    /// Adds the settings of a file that the command does not give itself.
+    fn add_missing(&mut self, file: Vec<Entry>) {
+        let own: HashSet<String> = self.entries.iter().map(underscored).collect();
+        self.entries.extend(file.into_iter().filter(|entry| !own.contains(&underscored(entry))));
     }
 
     /// Includes the settings of the training script that a launcher starts.
@@ -168,10 +174,7 @@ impl Source {
             && let Some(text) = read(Path::new(script))
             && let Ok(own) = of_python(&text, Path::new(script))
         {
-            let is_new =
-                |entry: &Entry| self.entries.iter().all(|own| own.name.replace('-', "_") != entry.name);
-            let new: Vec<Entry> = own.entries.into_iter().filter(is_new).collect();
-            self.entries.extend(new);
+            self.add_missing(own.entries);
             self.notes.extend(own.notes.into_iter().skip(1));
             self.notes.push(format!("Settings of {script}, which the script starts, are included."));
         }
@@ -190,12 +193,15 @@ impl Source {
             return Ok(());
         };
         let base = of_yaml(&text, &file)?;
-        let is_new = |entry: &Entry| self.entries.iter().all(|own| own.name != entry.name);
-        let new: Vec<Entry> = base.entries.into_iter().filter(is_new).collect();
-        self.entries.extend(new);
+        self.add_missing(base.entries);
         self.notes.push(format!("Settings of {file}, which the script names, are included."));
         Ok(())
     }
+}
+
+/// Returns the name of a setting with underscores. Flags may be written with dashes.
+fn underscored(entry: &Entry) -> String {
+    entry.name.replace('-', "_")
 }
 
 /// Returns the trainer that a command starts, and the index of its first argument.
@@ -513,7 +519,7 @@ struct Translated {
 fn write(source: Source, file: &str, read: &impl Fn(&Path) -> Option<String>) -> Translation {
     let Source { system, mut entries, mut launch, changes, notes } = source;
     // The former name of ms-swift.
-    for entry in entries.iter_mut().filter(|entry| entry.name == "train_type") {
+    for entry in entries.iter_mut().filter(|entry| underscored(entry) == "train_type") {
         entry.name = "tuner_type".to_owned();
     }
     for entry in entries.iter_mut().filter(|entry| entry.name == "system") {
@@ -524,7 +530,7 @@ fn write(source: Source, file: &str, read: &impl Fn(&Path) -> Option<String>) ->
         }
     }
     let written: Vec<(String, String)> =
-        entries.iter().map(|entry| (entry.name.replace('-', "_"), entry.text())).collect();
+        entries.iter().map(|entry| (underscored(entry), entry.text())).collect();
     let given = |name: &str| written.iter().any(|(own, _)| own == name);
     for (name, value) in system.defaults.iter().filter(|(name, _)| !given(name)) {
         entries.push(entry(name, vec![(*value).to_owned()], Origin::Preset(system.name.to_owned())));
