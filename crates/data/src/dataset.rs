@@ -482,11 +482,8 @@ impl Dataset {
         for row in (0..sampled).map(|at| at * self.len() / sampled) {
             let Some((part, in_file)) = self.locate(row) else { continue };
             // An unreadable row is reported when it is used.
-            let Ok(Value::Object(mut columns)) = part.file.value(in_file) else { continue };
-            for (name, value) in &part.columns {
-                columns.entry(name.clone()).or_insert_with(|| value.clone());
-            }
-            let unread = formats::unread(columns, &self.context(part));
+            let Ok(row_value) = part.file.value(in_file) else { continue };
+            let unread = formats::unread(row_value, &self.context(part));
             let read = if unread.is_empty() { None } else { self.get(row).ok() };
             for Unread { column, kind, setting } in unread {
                 // A picture beside a clip is mostly a preview of it.

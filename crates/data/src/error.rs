@@ -12,7 +12,7 @@ use crate::{ColumnNames, ReadOptions, Roots};
 
 omnigrpo_guard::settings! {
     struct ColumnNames { PROMPT = prompt, SOLUTION = solution, IMAGE = image, VIDEO = video, AUDIO = audio }
-    struct ReadOptions { FETCH = fetch }
+    struct ReadOptions { FETCH = fetch, QUESTION = question }
     struct Roots { IMAGES = images, VIDEOS = videos, AUDIOS = audios }
 }
 

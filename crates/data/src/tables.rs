@@ -42,6 +42,12 @@ pub(crate) fn is_metadata(path: &Path) -> bool {
     path.file_name().is_some_and(|name| METADATA.iter().any(|own| name == *own))
 }
 
+/// Returns true if a file says by its name that it has rows.
+fn is_table(path: &Path) -> bool {
+    let extension = path.extension().and_then(|own| own.to_str()).map(str::to_lowercase);
+    extension.is_some_and(|own| ["csv", "tsv", "jsonl"].contains(&own.as_str()))
+}
+
 /// Gives the columns `file_name`, `NAME_file_name`, `file_names` and `NAME_file_names` of a row the names that they have in `datasets`,
 /// unless the row has a column of that name.
 pub(crate) fn rename_files(row: Map<String, Value>) -> Map<String, Value> {
@@ -303,8 +309,10 @@ fn number(cell: &str) -> Option<Number> {
 pub struct MediaFolder {
     /// Metadata files, or the folder itself, whose media are its rows.
     pub files: Vec<PathBuf>,
-    /// Folders and files with media that belong to no split, because other folders have names of splits.
+    /// Folders, media and metadata files that belong to no split, because other folders have names of splits.
     pub left_out: Vec<String>,
+    /// Tables and files of rows in the folder itself, which are not read.
+    pub unread: Vec<String>,
 }
 
 /// Returns the files of rows of a split of a folder on this machine. `None` if the folder has neither metadata files nor media.
@@ -325,8 +333,10 @@ pub fn media_folder(folder: &Path, split: &str) -> Result<Option<MediaFolder>, D
     if folders.is_empty() {
         folders.push(("train", folder.to_owned()));
     } else {
-        let first = |path: &PathBuf| Some(path.components().next()?.as_os_str().to_str()?.to_owned());
-        left_out.extend(found.media.iter().filter_map(first).filter(|name| split_of(name).is_none()));
+        let first = |path: &Path| Some(path.components().next()?.as_os_str().to_str()?.to_owned());
+        let metadata = found.metadata.iter().filter_map(|path| path.strip_prefix(folder).ok());
+        let paths = found.media.iter().map(PathBuf::as_path).chain(metadata);
+        left_out.extend(paths.filter_map(first).filter(|name| split_of(name).is_none()));
     }
     let wanted = split_of(split).unwrap_or(split);
     let own: Vec<&PathBuf> =
@@ -338,7 +348,7 @@ pub fn media_folder(folder: &Path, split: &str) -> Result<Option<MediaFolder>, D
     let inside = |path: &&PathBuf| own.iter().any(|own| path.starts_with(own));
     let metadata: Vec<PathBuf> = found.metadata.iter().filter(inside).cloned().collect();
     let files = if metadata.is_empty() { own.into_iter().cloned().collect() } else { metadata };
-    Ok(Some(MediaFolder { files, left_out: left_out.into_iter().collect() }))
+    Ok(Some(MediaFolder { files, left_out: left_out.into_iter().collect(), unread: found.tables }))
 }
 
 /// Returns the split that the name of a folder stands for.
@@ -361,6 +371,8 @@ struct Found {
     media: Vec<PathBuf>,
     /// Names of the subfolders.
     top: Vec<String>,
+    /// Names of tables and files of rows in the folder itself.
+    tables: Vec<String>,
 }
 
 impl Found {
@@ -400,6 +412,8 @@ impl Found {
                 self.metadata.push(folder.join(path));
             } else if column_of(&Value::String(name)).is_some() {
                 self.media.push(path);
+            } else if depth == 0 && is_table(&path) {
+                self.tables.extend(path.to_str().map(str::to_owned));
             }
         }
         Ok(())

@@ -111,7 +111,7 @@ fn a_folder_for_each_class_gives_questions_pictures_and_labels() {
     let error = told(
         &Dataset::open(&[DatasetSpec::file(&root)], &ReadOptions::default()).unwrap().get(0).unwrap_err(),
     );
-    assert!(error.to_string().contains("question"), "{error}");
+    assert!(error.to_string().contains("ReadOptions::question asks one question"), "{error}");
     assert_eq!(
         media_folder(&tempfile::tempdir().unwrap().path().canonicalize().unwrap(), "train").unwrap(),
         None
@@ -155,8 +155,24 @@ fn folders_beside_those_of_splits_are_named() {
         left_out(&["cat/1.jpg", "train/1.jpg", "dog/1.jpg", "0.jpg", "notes/a.txt"]),
         ["0.jpg", "cat", "dog"]
     );
+    assert_eq!(left_out(&["metadata.csv", "train/1.jpg", "test/1.jpg"]), ["metadata.csv"]);
     assert_eq!(left_out(&["train/cat/1.jpg", "test/cat/1.jpg"]), [""; 0]);
     assert_eq!(left_out(&["cat/1.jpg", "dog/1.jpg"]), [""; 0]);
+}
+
+/// A table beside the media of a folder is not read, so it is named.
+#[test]
+fn a_table_in_a_folder_of_media_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let names = ["1.jpg", "labels.csv", "notes.txt", "cat/more.csv", "rows.JSONL"];
+    names.iter().for_each(|name| write(folder.path(), name, b"x"));
+    let found = media_folder(folder.path(), "train").unwrap().unwrap();
+    assert_eq!(found.unread, ["labels.csv", "rows.JSONL"]);
+    write(folder.path(), "metadata.csv", b"x");
+    assert_eq!(
+        media_folder(folder.path(), "train").unwrap().unwrap().files,
+        [folder.path().join("metadata.csv")]
+    );
 }
 
 #[test]
@@ -168,6 +184,14 @@ fn a_column_of_the_name_of_a_file_keeps_its_value() {
     let rows = Dataset::open(&[DatasetSpec::file(folder.path().join("metadata.csv"))], &options()).unwrap();
     assert_eq!(columns(&rows), [json!({"file_name": "a.png", "image": "b.png", "answer": "yes"})]);
     assert_eq!(media(&rows.get(0).unwrap(), folder.path()), ["b.png"]);
+    let unread =
+        |rows: &Dataset| -> Vec<String> { rows.unread_media().into_iter().map(|own| own.column).collect() };
+    assert_eq!(unread(&rows), ["file_name"]);
+    // The column that is the row's picture is read.
+    write(folder.path(), "metadata.csv", b"file_name,answer\na.png,yes\n");
+    let rows = Dataset::open(&[DatasetSpec::file(folder.path().join("metadata.csv"))], &options()).unwrap();
+    assert_eq!(media(&rows.get(0).unwrap(), folder.path()), ["a.png"]);
+    assert_eq!(unread(&rows), [""; 0]);
 }
 
 #[test]

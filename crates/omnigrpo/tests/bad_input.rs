@@ -95,7 +95,10 @@ fn a_path_that_leaves_its_root() {
 fn a_row_of_no_known_format() {
     bad_row(
         r#"{"id": "bad", "what": "ever"}"#,
-        &["unknown row format: got columns [id, what], expected one of conversations, messages, prompt"],
+        &[
+            "unknown row format: got columns [id, what], expected one of conversations, messages, prompt",
+            "--question asks one question of all rows that have none",
+        ],
     );
 }
 

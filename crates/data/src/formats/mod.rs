@@ -45,7 +45,7 @@ use serde_json::{Map, Value, json};
 
 use crate::accepted::of_answers;
 use crate::dataset::ColumnNames;
-use crate::error::{DataError, PROMPT, RowProblem, describe, shorten};
+use crate::error::{DataError, PROMPT, QUESTION, RowProblem, describe, shorten};
 use crate::question::QuestionTemplate;
 use crate::roots::Resolver;
 use crate::sample::{MediumRef, Origin, Reference, Sample, Think, renumbered};
@@ -340,12 +340,15 @@ fn raw_turns(columns: &Map<String, Value>, context: &Context) -> Result<Vec<RawT
         }
         None => Err(RowProblem::UnknownFormat {
             columns: shorten(&columns.keys().cloned().collect::<Vec<_>>().join(", ")),
-            expected: formats(context)
-                .iter()
-                .flat_map(|format| format.columns)
-                .copied()
-                .collect::<Vec<_>>()
-                .join(", "),
+            expected: format!(
+                "{}; {QUESTION} asks one question of all rows that have none",
+                formats(context)
+                    .iter()
+                    .flat_map(|format| format.columns)
+                    .copied()
+                    .collect::<Vec<_>>()
+                    .join(", ")
+            ),
         }),
     }
 }
@@ -389,8 +392,8 @@ pub(crate) struct Unread {
 }
 
 /// Returns the columns of a row that no reader uses and that look like media.
-pub(crate) fn unread(columns: Map<String, Value>, context: &Context) -> Vec<Unread> {
-    let columns = outputs::unfold(columns);
+pub(crate) fn unread(row: Value, context: &Context) -> Vec<Unread> {
+    let Ok(columns) = columns_of(row, context) else { return Vec::new() };
     let (names, root) = (context.names, |name: &str| name.split('.').next().unwrap_or(name).to_owned());
     let mut read: Vec<String> = PLAIN.into_iter().chain(outputs::RECORDED).map(str::to_owned).collect();
     read.extend(names.solution.as_deref().map(root));

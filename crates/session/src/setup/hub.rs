@@ -62,17 +62,18 @@ pub fn named_dir(what: &str, name: &str, settings: &Settings) -> Result<PathBuf,
     })
 }
 
-/// Returns a client of the hub for the account in the environment.
-pub fn hub(env: &HubEnvironment) -> Hub {
+/// Returns the token of the account in the environment: that of the variable, or the one that `hf auth login` has stored.
+pub fn token(env: &HubEnvironment) -> Option<String> {
     let kept = || {
         let text = inside::read_named(&env.token_file, MAX_TOKEN_BYTES).ok()?;
         Some(text.trim().to_owned()).filter(|token| !token.is_empty())
     };
-    Hub::new(HubOptions {
-        endpoint: env.endpoint.clone(),
-        token: env.token.clone().or_else(kept),
-        cache: env.cache.clone(),
-    })
+    env.token.clone().or_else(kept)
+}
+
+/// Returns a client of the hub for the account in the environment.
+pub fn hub(env: &HubEnvironment) -> Hub {
+    Hub::new(HubOptions { endpoint: env.endpoint.clone(), token: token(env), cache: env.cache.clone() })
 }
 
 /// Returns a function that shows a transfer: a line with `what`, then a bar.
@@ -113,18 +114,28 @@ pub fn folder_tables(folder: &Path, part: Option<&str>, split: &str) -> Result<V
     let at = folder.display().to_string();
     let tables = omnigrpo_fetch::folder_tables(folder, part, split);
     if let Err(FetchError::NoTables { .. }) = tables
-        && let Some(MediaFolder { files, left_out }) = media_folder(folder, split).map_err(|error| {
-            Problem::from_error(&error)
-                .at(at.clone())
-                .help("`--dataset_train_split` and `--dataset_test_split` select the split")
-        })?
+        && let Some(MediaFolder { files, left_out, unread }) =
+            media_folder(folder, split).map_err(|error| {
+                Problem::from_error(&error)
+                    .at(at.clone())
+                    .help("`--dataset_train_split` and `--dataset_test_split` select the split")
+            })?
     {
+        let few = |names: &[String]| {
+            let shown = names.iter().take(SHOWN).map(String::as_str).collect::<Vec<_>>().join(", ");
+            shown + if names.len() > SHOWN { ", …" } else { "" }
+        };
         if !left_out.is_empty() {
-            let few = left_out.iter().take(SHOWN).map(String::as_str).collect::<Vec<_>>().join(", ");
-            let more = if left_out.len() > SHOWN { ", …" } else { "" };
             tracing::warn!(
-                "{at}: {few}{more} belong to no split and are left out, because other folders have names of splits; \
-                 rename those that are classes, or name the folder of the rows"
+                "{at}: {} belong to no split and are left out, because other folders have names of splits; \
+                 rename those that are classes, or name the folder of the rows",
+                few(&left_out)
+            );
+        }
+        if !unread.is_empty() {
+            tracing::warn!(
+                "{at}: the media are the rows, and {} is not read; if it has the rows, name it instead of the folder",
+                few(&unread)
             );
         }
         return Ok(files);
