@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 use anyhow::Result;
 use omnigrpo_guard::told;
 use omnigrpo_observe::{AskedBy, Event, Tracker, Trackers};
+use omnigrpo_settings::environment::secrets;
 use omnigrpo_settings::values::Resolved;
 use omnigrpo_settings::{Network, Problem, Settings, names};
 use omnigrpo_watch::{
@@ -14,6 +15,7 @@ use omnigrpo_watch::{
 };
 
 use crate::Session;
+use crate::setup::token;
 
 /// Starts the trackers of a run. Leaves out a tracker that cannot start, with a warning.
 pub(crate) fn trackers(
@@ -35,7 +37,7 @@ pub(crate) fn trackers(
         directory: directory.to_owned(),
         name: given,
         settings: resolved.values.plain().map(|(flag, value)| (flag.name.to_owned(), value)).collect(),
-        secret: settings.env.wandb_api_key.clone(),
+        secrets: secrets(std::env::vars_os()).into_iter().chain(token(&settings.env.hub)).collect(),
     };
     let console = session.console.clone();
     Box::new(move || {

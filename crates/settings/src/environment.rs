@@ -1,19 +1,23 @@
 //! Environment variables. Only this module reads them.
 
+use std::cmp::Reverse;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use omnigrpo_ranks::Launch;
 
+use crate::layer::is_secret;
+
 /// Name of the file of `DEBUG_MODE` without `LOG_PATH`.
 pub const DEBUG_LOG: &str = "grpo_debug.log";
+/// Least length of a value that is hidden, in bytes. To hide a shorter one would damage words of messages.
+const MIN_SECRET_BYTES: usize = 8;
 
 /// Values of the environment variables.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Environment {
     /// True if `WANDB_DISABLED` is true; `report_to wandb` then has no effect.
     pub wandb_disabled: bool,
-    /// `WANDB_API_KEY`. The package `wandb` reads the variable itself; the value is stored here so that it is never printed.
-    pub wandb_api_key: Option<String>,
     /// `EXP_NAME`, the name of a run that has no other name.
     pub exp_name: Option<String>,
     /// Number of processes that a launcher started; 0 or 1 without one.
@@ -84,6 +88,19 @@ fn on(get: &dyn Fn(&str) -> Option<String>, name: &str) -> bool {
     get(name).is_some_and(|v| matches!(v.to_ascii_lowercase().as_str(), "1" | "true" | "yes" | "on"))
 }
 
+/// Returns the values of variables that are keys by their names, such as `WANDB_API_KEY` and `HF_TOKEN`, the longest one first.
+pub fn secrets(variables: impl IntoIterator<Item = (OsString, OsString)>) -> Vec<String> {
+    let secret = |(name, value): (OsString, OsString)| {
+        let (name, value) = (name.into_string().ok()?.to_ascii_lowercase(), value.into_string().ok()?);
+        let value = value.trim();
+        let is_hidden = (is_secret(&name) || name.ends_with("_key")) && value.len() >= MIN_SECRET_BYTES;
+        is_hidden.then(|| value.to_owned())
+    };
+    let mut found: Vec<String> = variables.into_iter().filter_map(secret).collect();
+    found.sort_by_key(|value| Reverse(value.len()));
+    found
+}
+
 impl Environment {
     /// Returns the directory in which `data check` and `plan` cache headers of media files. Runs cache them in their own directory.
     pub fn check_cache(&self) -> PathBuf {
@@ -108,7 +125,6 @@ impl Environment {
         let launch = Launch::read(get);
         Self {
             wandb_disabled: on(&get, "WANDB_DISABLED"),
-            wandb_api_key: get("WANDB_API_KEY"),
             exp_name: get("EXP_NAME"),
             is_alone: matches!(&launch, Ok(launch) if launch.size == 1)
                 && ["ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"].iter().all(|name| get(name).is_some())
@@ -137,6 +153,20 @@ impl Environment {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn variables_with_keys_are_known_by_their_names() {
+        let variables = [
+            ("WANDB_API_KEY", "0123456789"),
+            ("HF_TOKEN", " hf_0123456789\n"),
+            ("AWS_SECRET_ACCESS_KEY", "abcdefgh"),
+            ("TRACKIO_PROJECT", "a project"),
+            ("TOKENIZERS_PARALLELISM", "false false"),
+            ("SOME_TOKEN", "1"),
+        ];
+        let found = secrets(variables.map(|(name, value)| (name.into(), value.into())));
+        assert_eq!(found, ["hf_0123456789", "0123456789", "abcdefgh"]);
+    }
 
     /// `accelerate` 1.15 sets the address of a group and no size of it.
     #[test]

@@ -1,7 +1,7 @@
 //! Trackers that are Python packages: Weights & Biases and Trackio. The package runs in a child process, which reads lines of JSON.
 //!
 //! The child inherits the environment, so `WANDB_MODE`, `WANDB_PROJECT`, `WANDB_API_KEY`, `TRACKIO_SPACE_ID` and similar variables have
-//! their usual meaning. Its stderr is written to `wandb.log` or `trackio.log` in the run directory, without the key.
+//! their usual meaning. Its stderr is written to `wandb.log` or `trackio.log` in the run directory, without keys and tokens.
 
 use std::io::{BufRead as _, BufReader, Read, Write as _};
 use std::path::{Path, PathBuf};
@@ -59,8 +59,8 @@ pub struct PackageRun {
     pub name: Option<String>,
     /// All settings of the run.
     pub settings: Map<String, Value>,
-    /// API key, which is never shown.
-    pub secret: Option<String>,
+    /// Keys and tokens that the child may print. They are never shown.
+    pub secrets: Vec<String>,
 }
 
 /// Tracker with a running child process.
@@ -93,10 +93,10 @@ impl Packaged {
         })?;
         let (stdin, stderr) = (child.stdin.take(), child.stderr.take());
         let stderr = stderr.and_then(|stderr| {
-            let (log, secret) = (run.directory.join(package.log()), run.secret.clone());
+            let (log, secrets) = (run.directory.join(package.log()), run.secrets);
             let thread = std::thread::Builder::new().name(format!("tracker-{}-log", package.name()));
             // If this thread does not start, only the output of the child is lost.
-            thread.spawn(move || keep(stderr, &log, secret.as_deref())).ok()
+            thread.spawn(move || keep(stderr, &log, &secrets)).ok()
         });
         let mut this = Self { package, child: Arc::new(Mutex::new(child)), stdin, stderr };
         let own = run.directory.file_name().unwrap_or_default().to_string_lossy();
@@ -189,8 +189,8 @@ impl Drop for Packaged {
     }
 }
 
-/// Copies the stderr of the child to a log and returns its last line.
-fn keep(stderr: impl Read, log: &Path, secret: Option<&str>) -> String {
+/// Copies the stderr of the child to a log, without the secrets, and returns its last line.
+fn keep(stderr: impl Read, log: &Path, secrets: &[String]) -> String {
     let mut log = std::fs::File::options().create(true).append(true).open(log).ok();
     let mut reader = BufReader::new(stderr);
     let (mut line, mut last) = (Vec::new(), String::new());
@@ -201,7 +201,7 @@ fn keep(stderr: impl Read, log: &Path, secret: Option<&str>) -> String {
             return last;
         }
         let mut text = String::from_utf8_lossy(&line).trim_end().to_owned();
-        if let Some(secret) = secret.filter(|secret| !secret.is_empty()) {
+        for secret in secrets.iter().filter(|secret| !secret.is_empty()) {
             text = text.replace(secret, "***");
         }
         if let Some(log) = &mut log {
@@ -219,12 +219,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_key_is_shown_nowhere() {
+    fn keys_and_tokens_are_shown_nowhere() {
         let directory = tempfile::tempdir().unwrap();
-        let log = directory.path().join("wandb.log");
-        let last = keep(&b"key sekret is wrong\n\n"[..], &log, Some("sekret"));
-        assert_eq!(last, "key *** is wrong");
-        assert_eq!(std::fs::read_to_string(log).unwrap(), "key *** is wrong\n\n");
+        let log = directory.path().join("trackio.log");
+        let secrets = ["sekret", "hf_token"].map(str::to_owned);
+        let last = keep(&b"key sekret is wrong, hf_token too\n\n"[..], &log, &secrets);
+        assert_eq!(last, "key *** is wrong, *** too");
+        assert_eq!(std::fs::read_to_string(log).unwrap(), "key *** is wrong, *** too\n\n");
     }
 
     #[test]
@@ -234,7 +235,7 @@ mod tests {
             directory: PathBuf::from("."),
             name: None,
             settings: Map::new(),
-            secret: None,
+            secrets: Vec::new(),
         };
         let error = Packaged::start(Package::Trackio, run).err().unwrap();
         assert!(error.starts_with("`/nowhere/python3` cannot be started"), "{error}");
