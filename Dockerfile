@@ -1,7 +1,7 @@
 # The program for CPUs, with ffmpeg for videos. `tools/packaging/check_dockerfile.py` checks what can be checked without
 # an engine.
 #
-#     docker build -t omnigrpo .
+#     docker build --build-arg OMNIGRPO_COMMIT="$(git rev-parse --short=12 HEAD)" -t omnigrpo .
 #     docker run --rm -v "$PWD:/data" omnigrpo doctor
 #
 # The stage `cluster` adds CUDA's libraries, MPI and Python, about 1.5 GB more. The driver comes from the machine.
@@ -14,6 +14,8 @@ WORKDIR /src
 COPY Cargo.toml Cargo.lock rust-toolchain.toml ./
 COPY crates crates
 COPY examples examples
+# Commit that `omnigrpo --version` names.
+ARG OMNIGRPO_COMMIT=
 RUN cargo build --locked --profile dist --package omnigrpo
 
 FROM debian:bookworm-slim AS small

@@ -16,6 +16,8 @@ triple=x86_64-unknown-linux-gnu
 name=omnigrpo-$version-$triple
 binary=${CARGO_TARGET_DIR:-target}/$triple/dist/omnigrpo
 
+OMNIGRPO_COMMIT=$(git rev-parse --short=12 HEAD)
+export OMNIGRPO_COMMIT
 cargo zigbuild --locked --profile dist --package omnigrpo --target "$triple.2.28"
 newest=$(objdump -T "$binary" | grep -o 'GLIBC_[0-9.]*' | sort -uV | tail -1)
 [[ $(printf '%s\n' GLIBC_2.28 "$newest" | sort -V | tail -1) == GLIBC_2.28 ]] || {

@@ -114,9 +114,9 @@ def main():
                             problem(f"COPY {source}: stage {origin[1]} makes {', '.join(map(str, made))}")
             case "USER":
                 users[stage] = rest
-            case "ENV":
-                if not all(re.fullmatch(r"\w+=\S+", word) for word in shlex.split(rest)):
-                    problem(f"ENV {rest}: expected NAME=VALUE")
+            case "ENV" | "ARG":
+                if not all(re.fullmatch(r"\w+=\S*", word) for word in shlex.split(rest)):
+                    problem(f"{word} {rest}: expected NAME=VALUE")
             case "ENTRYPOINT" | "CMD":
                 try:
                     assert isinstance(json.loads(rest), list)

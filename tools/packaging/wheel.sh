@@ -19,6 +19,8 @@ export CFLAGS="${CFLAGS-} -ffile-prefix-map=$cargo=cargo"
 # One commit gives one wheel.
 SOURCE_DATE_EPOCH=$(git log -1 --format=%ct)
 export SOURCE_DATE_EPOCH
+OMNIGRPO_COMMIT=$(git rev-parse --short=12 HEAD)
+export OMNIGRPO_COMMIT
 rm -f dist/omnigrpo-*_"$architecture".whl
 # Compiled files of an interpreter that has run the package in place.
 find bindings/python/python -name __pycache__ -prune -exec rm -rf {} +

@@ -619,6 +619,7 @@ impl Model {
 #[pymodule]
 fn _omnigrpo(module: &Bound<'_, PyModule>) -> PyResult<()> {
     omnigrpo::settings::name_flags();
+    omnigrpo::cli::name_commit();
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("OmnigrpoError", module.py().get_type::<OmnigrpoError>())?;
     module.add_class::<Model>()?;

@@ -54,10 +54,18 @@ pub use text::{escape, escape_line, fit, now, span, wrap};
 pub use trackers::{Tracked, Tracker, Trackers};
 pub use window::Window;
 
-/// Returns the version of the program, with the commit from which it was built if the build names one in `OMNIGRPO_COMMIT`.
+/// Commit from which the program was built.
+static COMMIT: std::sync::OnceLock<&str> = std::sync::OnceLock::new();
+
+/// Names the commit from which the program was built. The first call counts.
+pub fn name_commit(commit: &'static str) {
+    let _ = COMMIT.set(commit);
+}
+
+/// Returns the version of the program, with the commit from which it was built if that is known.
 pub fn version() -> String {
     let version = env!("CARGO_PKG_VERSION");
-    match option_env!("OMNIGRPO_COMMIT").filter(|commit| !commit.is_empty()) {
+    match COMMIT.get().filter(|commit| !commit.is_empty()) {
         Some(commit) => format!("{version} ({commit})"),
         None => version.to_owned(),
     }

@@ -21,6 +21,11 @@ use omnigrpo_session::ranks::{self, Started};
 use crate::settings::{Problem, Verb, name_flags};
 use arguments::Parsed;
 
+/// Names the commit of this build in versions: `OMNIGRPO_COMMIT` of the build, or that of the repository of a release build.
+pub fn name_commit() {
+    omnigrpo_observe::name_commit(option_env!("OMNIGRPO_COMMIT").unwrap_or_default());
+}
+
 /// Runs the program `omnigrpo` with these arguments, of which the first is its name, and returns its exit code.
 ///
 /// It reads environment variables, prints, handles signals and installs a panic hook. So call it once, from a process that does
@@ -42,6 +47,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>, again: &[OsString]) -> u8 {
     bus::write_to_the_limit();
     quiet_guarded_panics();
     name_flags();
+    name_commit();
     let env = |name: &str| std::env::var(name).ok();
     let args: Vec<OsString> = args.into_iter().collect();
     let rank = Launch::read(env).map_or(0, |launch| launch.rank);
