@@ -11,7 +11,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 
 use omnigrpo_rewards::{RewardInput, RewardOptions, RowKey, Think};
 use serde_json::{Value, json};
-use support::{Place, data_address};
+use support::{Place, data_address, ran};
 
 /// A server, which is killed at the end unless it has ended.
 struct Serving {
@@ -20,7 +20,7 @@ struct Serving {
     out: BufReader<ChildStdout>,
 }
 
-const KEY: &str = "0123456789";
+const KEY: &str = "0123456789abcdef";
 
 impl Serving {
     fn start(place: &Place, line: &str) -> Self {
@@ -344,6 +344,9 @@ fn another_machine_needs_a_key_and_a_name_that_is_allowed() {
         2,
         &["other machines could reach `serve`, and it has no key", "`host` 0.0.0.0", "OMNIGRPO_API_KEY"],
     );
+    let mut command = place.command("serve M --port 0 --host 0.0.0.0");
+    ran(command.env("OMNIGRPO_API_KEY", &KEY[..15]))
+        .fails(2, &["its key is too short", "at least 16 characters"]);
     place.run("serve M --port 0 --host node7").fails(2, &["no address of a machine", "`--allowed_hosts`"]);
     place.run("serve M --allowed_hosts *").fails(2, &["no name of a machine", "`*`"]);
     place.run("serve M --allowed_hosts node7:80").fails(2, &["names without a port"]);

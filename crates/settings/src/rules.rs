@@ -96,12 +96,19 @@ const fn rule_in(verbs: &'static [Verb], check: fn(&Settings) -> Vec<Problem>) -
     Rule { verbs, check }
 }
 
-/// Returns a problem if other machines could reach a server that has no key.
+/// Least length of a key beyond this machine, in bytes. Nobody guesses 16 random letters and digits.
+const MIN_KEY_BYTES: usize = 16;
+
+/// Returns a problem if other machines could reach a server that has no key, or one that can be guessed.
 fn without_key(s: &Settings, server: &str) -> Vec<Problem> {
-    when(!s.network.host.is_loopback() && s.env.api_key.is_none(), || {
-        Problem::usage(format!("other machines could reach {server}, and it has no key"))
+    let len = s.env.api_key.as_ref().map(String::len);
+    when(!s.network.host.is_loopback() && len.is_none_or(|len| len < MIN_KEY_BYTES), || {
+        let what = if len.is_none() { "it has no key" } else { "its key is too short" };
+        Problem::usage(format!("other machines could reach {server}, and {what}"))
             .got(format!("`host` {}", s.network.host))
-            .expected("a key in OMNIGRPO_API_KEY, which clients send as `Authorization: Bearer KEY`")
+            .expected(format!(
+                "a key of at least {MIN_KEY_BYTES} characters in OMNIGRPO_API_KEY, which clients send as `Authorization: Bearer KEY`"
+            ))
             .help("export OMNIGRPO_API_KEY=$(openssl rand -hex 16)")
     })
 }
