@@ -294,6 +294,7 @@ fn enough_rows_are_held_out_or_the_file_says_what_few_tell() {
         assert_eq!(found.is_some(), line.is_some(), "{count}: {text}");
         assert!(line.is_none_or(|line| found.unwrap().starts_with(line)), "{count}: {found:?}");
         assert_eq!(text.contains("eval_on_start: true"), line.is_some(), "{text}");
+        assert_eq!(text.contains("# No row is held out"), line.is_none(), "{text}");
         // 150 of the 200 rows are trained on, eight in a step.
         assert_eq!(text.contains("steps of one pass: 19"), count == 200, "{text}");
         // Of 100 rows, 25 are held out. 1.96 · √(2 · ½ · ½ / 25) is 0.28.

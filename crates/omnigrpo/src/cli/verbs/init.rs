@@ -24,6 +24,9 @@ const SCHEMA: &str = "omnigrpo.schema.json";
 const ROWS: u64 = 512;
 /// Smallest number of rows from which some are held out for evaluations.
 const SPLIT_FROM: u64 = 40;
+/// Line about fewer rows than that.
+const NONE_HELD_OUT: &str = "No row is held out, because there are fewer than 40, so nothing shows what is learned about other \
+                             questions: add rows, or name others with `--eval_file`.";
 /// Number of held-out rows that tell a gain from chance, and the largest number.
 const HELD_OUT: [u64; 2] = [50, 200];
 /// Time after which a run should show its first result, in seconds.
@@ -113,6 +116,7 @@ pub fn init(resolved: &Resolved, session: &Session) -> Result<()> {
         draft.choose("learning_rate", "1.0e-5", "usual for adapters");
     }
 
+    let holds_out = rows.holds_out;
     let file = output.display();
     let source = (checkpoint.family().name(), dataset.len(), rows);
     let takes = (memory.total(), limit);
@@ -122,6 +126,9 @@ pub fn init(resolved: &Resolved, session: &Session) -> Result<()> {
     print(&format!("{file}\n"))?;
     if let Some(time) = time {
         session.console.line(&time);
+    }
+    if !holds_out {
+        session.console.line(NONE_HELD_OUT);
     }
     session.console.line(&format!("look at it, then run: omnigrpo train --config {file}"));
     Ok(())
@@ -217,12 +224,13 @@ fn head(
         let first: String = words.next().map(|own| own.to_uppercase().collect()).unwrap_or_default();
         format!("# {first}{}.\n", words.as_str())
     });
+    let none_held_out = if rows.holds_out { String::new() } else { format!("# {NONE_HELD_OUT}\n") };
     let limit = limit
         .map_or("memory".to_owned(), |(free, place)| format!("the free {} of {place}", room::size(free)));
     format!(
         "# yaml-language-server: $schema={SCHEMA}\n# omnigrpo train --config {file}\n# Written by `omnigrpo init` for a {family} \
          and {} of {num_rows} rows: {}.\n# The run takes {} of {limit}. `omnigrpo plan --config {file}` shows the parts, and the \
-         time.\n{time}# `omnigrpo help SETTING` describes a setting.\n",
+         time.\n{time}{none_held_out}# `omnigrpo help SETTING` describes a setting.\n",
         rows.num_read,
         rows.described(),
         room::size(total),
@@ -267,6 +275,8 @@ struct Rows {
     num_rows: u64,
     /// Number of rows to train on.
     num_trained: u64,
+    /// True if some rows are held out, or others are given.
+    holds_out: bool,
     /// Number of rows that were read.
     num_read: usize,
     /// Rule that suits each ground truth, with the number of rows.
@@ -294,6 +304,7 @@ impl Rows {
         let mut rows = Self {
             num_rows,
             num_trained: num_rows,
+            holds_out: false,
             num_read: samples.len(),
             rules: Vec::new(),
             with_tags: 0,
@@ -370,6 +381,7 @@ impl Rows {
         self.choose_rewards(draft, compares);
         let held_out = given.data.has_eval_rows() || given.data.val_split_ratio > 0.0;
         let splits = !held_out && self.num_rows >= SPLIT_FROM;
+        self.holds_out = held_out || splits;
         let [enough, most] = HELD_OUT;
         // Some of the held-out rows may be bad. Training keeps three quarters of few rows.
         let spare = (enough as f64 * given.run.rows.skip.max_share).ceil() as u64;
