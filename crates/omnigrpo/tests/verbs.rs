@@ -333,6 +333,8 @@ fn every_command_runs_on_qwen3_5() {
         assert!(place.exists(&format!("{bits}/adapter_model.safetensors")));
     }
     place.run(&format!("plan --model {model} --train_file rows.jsonl --gpu_memory 24GB {SMALL}")).ok();
+    place.run(&format!("init --model {model} --train_file rows.jsonl --device cuda --gpu_memory 24GB")).ok();
+    assert!(place.text("omnigrpo.yaml").contains("device: cuda"));
     every_command("qwen3_5_text", TEXTS, "out_proj", "qwen3_5_text: 5 layers, width 48");
 }
 

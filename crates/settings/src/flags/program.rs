@@ -40,7 +40,7 @@ pub const FLAGS: &[Flag] = &[
         "threads",
         int(1, 4096),
         at!(threads),
-        &[Train, Sft, Generate, Score, Eval, Serve, DataCheck, RewardsRun, Export, Doctor, Demo, Bench],
+        &[Train, Sft, Generate, Score, Eval, Serve, DataCheck, RewardsRun, RewardsTry, Export, Doctor, Demo, Bench],
     )
     .help("Threads for computing.")
     .unset("all cores, divided by the ranks of this machine")
