@@ -324,7 +324,8 @@ pub const RULES: &[Rule] = &[
                 Some(kl) => format!("KL is {kl:.1e} nats"),
                 None => format!("KL is not measured while {BETA} is 0"),
             };
-            let rate = seen.steps.last().and_then(|step| step.learning_rate);
+            // A schedule lowers it, and the advice is about the setting.
+            let rate = seen.history.learning_rate;
             let rate = rate.map(|rate| format!(", the learning rate {rate:.1e}")).unwrap_or_default();
             // Without KL, it is unknown whether the policy moves.
             let fewest = if kl.is_some() { 0 } else { FLAT_FROM };
@@ -752,6 +753,8 @@ struct History {
     total: Series,
     rewards: Vec<Series>,
     lengths: Series,
+    /// Largest learning rate.
+    learning_rate: Option<f64>,
     evaluations: Vec<Held>,
 }
 
@@ -780,6 +783,7 @@ impl History {
         widen(&mut self.range, total);
         self.total.add(step.reward);
         self.lengths.add(step.length);
+        keep(&mut self.learning_rate, step.learning_rate, f64::max);
         for (at, (name, _)) in aims.rewards.iter().enumerate() {
             let (least, most) = (get(&format!("rewards/{name}/min")), get(&format!("rewards/{name}/max")));
             widen(&mut self.ranges[at], ends(least, most, step.rewards[at]));
@@ -1231,6 +1235,15 @@ mod tests {
         ] {
             assert!(text.contains(part), "{text}");
         }
+        // The rate of the settings is named, which the schedule has lowered since.
+        let mut health = without_range();
+        let decayed = stays(5.6e-6).into_iter().zip(0..).map(|(mut metrics, at)| {
+            metrics.retain(|(name, _)| name != "learning_rate");
+            metrics.push(("learning_rate".into(), Some(1e-6 * (1.0 - f64::from(at) / 60.0))));
+            metrics
+        });
+        let text = (1..).zip(decayed).find_map(|(step, own)| health.add(step, &own).pop()).unwrap().text;
+        assert!(text.contains("the learning rate 1.0e-6"), "{text}");
         // Slow learning, a reward that is high from the start, groups without variance, noise in which a rise would be hidden.
         assert_eq!(
             series(&mut without_range(), steps_of(240, |step| 0.2 + 0.002 * step as f64, &[("kl", 1e-5)])),
