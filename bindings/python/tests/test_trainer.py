@@ -434,15 +434,18 @@ def Video(path, format):
     assert path.endswith(format)
     return "clip"
 
-def Table(dataframe):
-    return len(dataframe)
+def Table(columns=None, data=None, dataframe=None):
+    assert dataframe is not None or len(columns) == len(data[0])
+    return len(data if dataframe is None else dataframe)
 """
 
 
-def test_trackio_gets_the_steps_and_continues_the_run_that_resumes(start, tmp_path, monkeypatch):
+# Trackio no longer installs pandas.
+@pytest.mark.parametrize("pandas", ["def DataFrame(rows, columns):\n    return rows\n", "raise ImportError"], ids=["pandas", "alone"])
+def test_trackio_gets_the_steps_and_continues_the_run_that_resumes(start, tmp_path, monkeypatch, pandas):
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules/trackio.py").write_text(TRACKIO)
-    (tmp_path / "modules/pandas.py").write_text("def DataFrame(rows, columns):\n    return rows\n")
+    (tmp_path / "modules/pandas.py").write_text(pandas)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'modules'}:{os.environ.get('PYTHONPATH', '')}")
 
     def told(file, steps, folder="run"):

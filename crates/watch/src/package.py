@@ -28,9 +28,13 @@ def log(run, step, values):
 
 def table(columns, data):
     if name == "trackio":
-        import pandas
+        # Older versions need pandas and ignore columns; newer ones do not install pandas.
+        try:
+            import pandas
 
-        return package.Table(dataframe=pandas.DataFrame(data, columns=columns))
+            return package.Table(dataframe=pandas.DataFrame(data, columns=columns))
+        except ImportError:
+            pass
     return package.Table(columns=columns, data=data)
 
 
