@@ -19,6 +19,8 @@ binary=${CARGO_TARGET_DIR:-target}/$triple/dist/omnigrpo
 OMNIGRPO_COMMIT=$(git rev-parse --short=12 HEAD)
 export OMNIGRPO_COMMIT
 cargo zigbuild --locked --profile dist --package omnigrpo --target "$triple.2.28"
+said=$("$binary" --version)
+[[ $said == *"($OMNIGRPO_COMMIT)" ]] || { echo "\`--version\` said \"$said\", expected the commit $OMNIGRPO_COMMIT" >&2; exit 1; }
 newest=$(objdump -T "$binary" | grep -o 'GLIBC_[0-9.]*' | sort -uV | tail -1)
 [[ $(printf '%s\n' GLIBC_2.28 "$newest" | sort -V | tail -1) == GLIBC_2.28 ]] || {
     echo "the program needs $newest, expected at most GLIBC_2.28" >&2

@@ -94,3 +94,15 @@ pub fn evaluation_line(step: u64, metrics: &[Metric]) -> String {
         .filter_map(|(name, value)| Some(format!("{} {:.3}", name.trim_start_matches("eval_"), (*value)?)));
     format!("evaluation at step {step}: {}", shown.collect::<Vec<_>>().join(" | "))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_version_names_the_commit_of_the_build() {
+        assert_eq!(version(), env!("CARGO_PKG_VERSION"));
+        name_commit("0123456789ab");
+        assert_eq!(version(), concat!(env!("CARGO_PKG_VERSION"), " (0123456789ab)"));
+    }
+}
