@@ -306,8 +306,11 @@ impl<'a> Judged<'a> {
                     (true, _) => format!("Too early to say after step {}{told}.", course.step),
                     (false, steps) => format!("Too few steps to judge: {steps}."),
                 };
-                let next =
-                    if goes_on { "Let it go on." } else { "Repeat the command to resume, with more steps." };
+                let next = match state {
+                    "running" => "Let it go on.",
+                    "failed" => "Remove the cause of the failure, and repeat the command to resume.",
+                    _ => "Repeat the command to resume, with more steps.",
+                };
                 (Kind::TooEarly, sentence, next.to_owned())
             }
         };
@@ -844,5 +847,12 @@ mod tests {
             .unwrap();
         fs::write(directory.path().join("events.jsonl"), "nothing\n{}\n").unwrap();
         assert_eq!(verdict(directory.path()).unwrap().kind, Kind::TooEarly);
+        let failed = run([], &[], &[Event::Failed { why: "the reward applies to no row".to_owned() }]);
+        let own = verdict(failed.path()).unwrap();
+        assert!(
+            own.kind == Kind::TooEarly && own.next.starts_with("Remove the cause of the failure"),
+            "{}",
+            own.next
+        );
     }
 }
