@@ -361,7 +361,7 @@ const LONGEST: usize = 40;
 /// KL below which a policy has hardly moved, in nats.
 const HARDLY_MOVED: f64 = 0.001;
 /// Number of completions that must share a reward until it counts as dead.
-const DEAD_FROM: f64 = 16.0;
+const DEAD_FROM: f64 = 64.0;
 /// Number of first and of last steps that are compared.
 const SPAN: usize = 20;
 /// Number of steps after which a reward that does not rise is reported although the policy moves. Slow learning is not seen in fewer.

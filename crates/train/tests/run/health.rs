@@ -74,7 +74,7 @@ fn rewards_that_say_nothing_are_told_apart() {
     }
     let text = problems(&place, "dead")[0]["text"].as_str().unwrap().to_owned();
     assert!(text.starts_with("every completion has the same reward"), "{text}");
-    assert!(text.contains("`same` gave 0 to all 16 completions"), "{text}");
+    assert!(text.contains("`same` gave 0 to all 64 completions"), "{text}");
     assert!(
         text.contains("TrainSetup::rewards") && text.ends_with("No checkpoint precedes the problem"),
         "{text}"
@@ -82,8 +82,8 @@ fn rewards_that_say_nothing_are_told_apart() {
     assert!(problems(&place, "solved")[0]["good"].as_bool().unwrap(), "it is no problem");
 }
 
-/// Step at which these runs have 16 completions.
-const DEAD_AT: u64 = 2;
+/// Step at which these runs have 64 completions.
+const DEAD_AT: u64 = 8;
 
 #[test]
 fn a_reward_that_never_fires_is_named() {
