@@ -36,6 +36,8 @@ def command(args, root, output_dir):
         settings["image_folders"] = root
     elif workload.sees:
         settings["allow_text_only"] = "true"
+    if workload.recomputes:
+        settings["gradient_checkpointing"] = "true"
     if args.use_peft:
         settings |= dict(use_peft="true", lora_r=LORA_RANK, lora_alpha=2 * LORA_RANK)
     elif workload.sees:

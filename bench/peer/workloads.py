@@ -32,6 +32,8 @@ class Workload:
     aims: dict[str, tuple[float, float]]
     # Folder of the checkpoint below `scratch`.
     model: str = "model"
+    # Whether omnigrpo computes activations again; TRL keeps them.
+    recomputes: bool = False
 
     @property
     def sees(self) -> bool:
@@ -49,7 +51,7 @@ LONG = {"float32": (5.0, 4.0), "bfloat16": (8.0, 6.0)}
 WORKLOADS = {
     "image1": Workload(1, 300, 64, {"float32": (14.0, 6.0)}),
     "image6": Workload(6, 1588, 64, {"float32": (16.0, 14.0)}),
-    "qwen3.5_image1": Workload(1, 240, 64, {"float32": (6.0, 6.0)}, "qwen3_5"),
+    "qwen3.5_image1": Workload(1, 240, 64, {"float32": (6.0, 6.0)}, "qwen3_5", recomputes=True),
     "text": Workload(0, 200, 256, {"float32": (2.7, 4.0)}),
     "smollm2_16": Workload(0, 128, 16, SHORT, "smollm2_135M"),
     "smollm2_128": Workload(0, 128, 128, LONG, "smollm2_135M"),

@@ -28,7 +28,9 @@ DOCTOR = ["libnvrtc", "libcublasLt", "driver", "memory errors", "clocks", "relat
 def wanted(tests):
     """Returns the stage and the name of each result of a complete run with these tests of each suite."""
     names = {("A", "doctor --gpu"), ("A", "what doctor says"), ("D", "two processes give the same bits"), ("E", "what ncu says")}
-    names |= {("F", "metrics of the card"), ("F", "steps on the card equal the CPU's"), ("-", "begin"), ("-", "end")}
+    names |= {("-", "begin"), ("-", "end")}
+    for family in [*run.FAMILIES, f"{run.FAMILIES[0]} with turns"]:
+        names |= {("F", f"metrics of the card, {family}"), ("F", f"steps on the card equal the CPU's, {family}")}
     # A rehearsal has no time for the slow ones.
     quick = {suite: [name for name in all_ if not any(part in name for part in ("planted", "slow_", run.LARGE))] for suite, all_ in tests.items()}
     names |= {("B", f"{suite}::{name}") for suite, all_ in quick.items() for name in all_}

@@ -23,6 +23,16 @@ import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 MODEL = HERE / "models/qwen2_5_vl_tied"
+# Tiny checkpoints of which training steps are compared; the first one also with an environment that answers every turn.
+FAMILIES = ["qwen2_5_vl_tied", "aria", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "internvl_hf", "smolvlm", "humanomni", "omni", "qwen2", "qwen3", "llama"]
+# Models that read text only take the second row.
+TEXTS = ["qwen2", "qwen3", "llama"]
+ANSWERS = """import json, sys
+for line in sys.stdin:
+    it = json.loads(line)
+    more = {"tools": [], "answers_text": True, "opens": False} if it.get("probe") else {"answer": "Look again.", "role": "user"}
+    print(json.dumps({"id": it["id"], **more}), flush=True)
+"""
 ROWS = [
     {"id": "shapes", "image": "shapes.png", "problem": "<image>\nWhich shape is red?", "solution": "<answer>square</answer>"},
     {"id": "sum", "problem": "What is 2+3?", "solution": "<answer>5</answer>"},
@@ -261,21 +271,29 @@ def steps_of(folder):
 
 
 def stage_f(run):
-    """Compares training steps on the card with the CPU's."""
+    """Compares training steps of each family on the card with the CPU's."""
     write_rows()
-    for device in ("cpu", f"cuda:{run.args.device}"):
-        shutil.rmtree(HERE / f"train-{device[:4]}", ignore_errors=True)
-        words = ["train", "--model", MODEL, "--device", device, "--train_file", "rows.jsonl", "--reward_funcs", "random",
-                 "--torch_dtype", "float32", "--max_steps", "3", "--num_generations", "4", "--gradient_accumulation_steps", "2",
-                 "--max_completion_length", "8", "--learning_rate", "1e-4", "--adam_epsilon", "1e-3", "--output_dir", f"train-{device[:4]}"]
-        run.call(f"train on {device}", [HERE / "omnigrpo", *words])
-    cpu, card = steps_of("train-cpu"), steps_of("train-cuda")
-    pairs = [(a[key], b[key]) for a, b in zip(cpu, card) for key in COMPARED if a.get(key) is not None]
-    far = [abs(a - b) / (2e-3 * abs(a) + 1e-5) for a, b in pairs]
-    same = len(cpu) == len(card) == 3 and bool(far) and max(far) <= 1
-    # Among others, the seconds of each part of a step.
-    run.tell("metrics of the card", bool(card), metrics=card)
-    run.tell("steps on the card equal the CPU's", same, numbers=len(pairs), of_allowed=max(far, default=None))
+    (HERE / "text.jsonl").write_text(json.dumps(ROWS[1]) + "\n")
+    (HERE / "answers.py").write_text(ANSWERS)
+    # Some completions of this length end by themselves, and go on after the answer.
+    turns = ["--environment", "cmd:python3 answers.py", "--max_turns", "2", "--max_completion_length", "96"]
+    for family, more in [(family, []) for family in FAMILIES] + [(FAMILIES[0], turns)]:
+        name = f"{family} with turns" if more else family
+        for device in ("cpu", f"cuda:{run.args.device}"):
+            shutil.rmtree(HERE / f"train-{device[:4]}", ignore_errors=True)
+            words = ["train", "--model", HERE / "models" / family, "--device", device,
+                     "--train_file", "text.jsonl" if family in TEXTS else "rows.jsonl", "--reward_funcs", "random",
+                     "--torch_dtype", "float32", "--max_steps", "3", "--num_generations", "4", "--gradient_accumulation_steps", "2",
+                     "--max_completion_length", "8", "--learning_rate", "1e-4", "--adam_epsilon", "1e-3", "--output_dir", f"train-{device[:4]}"]
+            run.call(f"train {name} on {device}", [HERE / "omnigrpo", *words, *more])
+        cpu, card = steps_of("train-cpu"), steps_of("train-cuda")
+        pairs = [(a[key], b[key]) for a, b in zip(cpu, card) for key in COMPARED if a.get(key) is not None]
+        far = [abs(a - b) / (2e-3 * abs(a) + 1e-5) for a, b in pairs]
+        answered = not more or any(line["turns/max"] > 1 for line in card)
+        same = len(cpu) == len(card) == 3 and answered and bool(far) and max(far) <= 1
+        # Among others, the seconds of each part of a step.
+        run.tell(f"metrics of the card, {name}", bool(card), metrics=card)
+        run.tell(f"steps on the card equal the CPU's, {name}", same, numbers=len(pairs), of_allowed=max(far, default=None))
 
 
 # Letter, function, and seconds.
