@@ -7,7 +7,7 @@ fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rerun-if-env-changed=OMNIGRPO_COMMIT");
     let is_release = std::env::var("PROFILE").is_ok_and(|profile| profile == "release");
-    // A development build would be compiled again after each commit. A variable that the build gets counts, also an empty one.
+    // A development build would be compiled again after each commit. If the variable is set, it is taken as it is.
     if !is_release || std::env::var_os("OMNIGRPO_COMMIT").is_some() {
         return;
     }
@@ -23,7 +23,7 @@ fn main() {
             println!("cargo::rerun-if-changed={path}");
         }
     }
-    if let Some(commit) = git(&["rev-parse", "--short=12", "HEAD"]) {
+    if let Some(commit) = git(&["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]) {
         println!("cargo::rustc-env=OMNIGRPO_COMMIT={commit}");
     }
 }

@@ -45,7 +45,7 @@ pub(crate) fn is_metadata(path: &Path) -> bool {
 /// Returns true if a file says by its name that it has rows.
 fn is_table(path: &Path) -> bool {
     let extension = path.extension().and_then(|own| own.to_str()).map(str::to_lowercase);
-    extension.is_some_and(|own| ["csv", "tsv", "jsonl"].contains(&own.as_str()))
+    extension.is_some_and(|own| ["csv", "tsv", "json", "jsonl"].contains(&own.as_str()))
 }
 
 /// Gives the columns `file_name`, `NAME_file_name`, `file_names` and `NAME_file_names` of a row the names that they have in `datasets`,

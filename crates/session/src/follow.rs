@@ -37,7 +37,7 @@ pub(crate) fn trackers(
         directory: directory.to_owned(),
         name: given,
         settings: resolved.values.plain().map(|(flag, value)| (flag.name.to_owned(), value)).collect(),
-        secrets: secrets(std::env::vars_os()).into_iter().chain(token(&settings.env.hub)).collect(),
+        secrets: secrets(std::env::vars_os(), token(&settings.env.hub)),
     };
     let console = session.console.clone();
     Box::new(move || {

@@ -88,15 +88,18 @@ fn on(get: &dyn Fn(&str) -> Option<String>, name: &str) -> bool {
     get(name).is_some_and(|v| matches!(v.to_ascii_lowercase().as_str(), "1" | "true" | "yes" | "on"))
 }
 
-/// Returns the values of variables that are keys by their names, such as `WANDB_API_KEY` and `HF_TOKEN`, the longest one first.
-pub fn secrets(variables: impl IntoIterator<Item = (OsString, OsString)>) -> Vec<String> {
+/// Returns the values of variables that are keys by their names, such as `WANDB_API_KEY` and `HF_TOKEN`, and a stored token, the longest
+/// one first. Short ones are left out, since other words could have the same letters.
+pub fn secrets(
+    variables: impl IntoIterator<Item = (OsString, OsString)>,
+    stored: Option<String>,
+) -> Vec<String> {
     let secret = |(name, value): (OsString, OsString)| {
         let (name, value) = (name.into_string().ok()?.to_ascii_lowercase(), value.into_string().ok()?);
-        let value = value.trim();
-        let is_hidden = (is_secret(&name) || name.ends_with("_key")) && value.len() >= MIN_SECRET_BYTES;
-        is_hidden.then(|| value.to_owned())
+        (is_secret(&name) || name.ends_with("_key")).then_some(value)
     };
-    let mut found: Vec<String> = variables.into_iter().filter_map(secret).collect();
+    let found = variables.into_iter().filter_map(secret).chain(stored).map(|value| value.trim().to_owned());
+    let mut found: Vec<String> = found.filter(|value| value.len() >= MIN_SECRET_BYTES).collect();
     found.sort_by_key(|value| Reverse(value.len()));
     found
 }
@@ -164,8 +167,11 @@ mod tests {
             ("TOKENIZERS_PARALLELISM", "false false"),
             ("SOME_TOKEN", "1"),
         ];
-        let found = secrets(variables.map(|(name, value)| (name.into(), value.into())));
-        assert_eq!(found, ["hf_0123456789", "0123456789", "abcdefgh"]);
+        let variables = variables.map(|(name, value)| (name.into(), value.into()));
+        assert_eq!(secrets(variables.clone(), Some("1".into())), ["hf_0123456789", "0123456789", "abcdefgh"]);
+        // A longer text hides first, so that nothing of it is left.
+        let found = secrets(variables, Some("abcdefgh-and-more".into()));
+        assert_eq!(found, ["abcdefgh-and-more", "hf_0123456789", "0123456789", "abcdefgh"]);
     }
 
     /// `accelerate` 1.15 sets the address of a group and no size of it.

@@ -76,9 +76,9 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "dead_reward",
         title: "every completion has the same reward",
-        doc: "all completions since step 1, at least 16, have one and the same reward, which is not the best that the rewards state, \
+        doc: "all completions since step 1, at least 64, have one and the same reward, which is not the best that the rewards state, \
               and which rows of an evaluation do not differ from",
-        formula: "min(r) = max(r) since step 1 ∧ N ≥ 16 ∧ ¬(level(r) > 0.999 of a stated range) ∧ r = every evaluation's mean",
+        formula: "min(r) = max(r) since step 1 ∧ N ≥ 64 ∧ ¬(level(r) > 0.999 of a stated range) ∧ r = every evaluation's mean",
         window: 1,
         setting: REWARDS,
         advice: || {
@@ -378,7 +378,7 @@ fn ran_away(seen: &Seen<'_>) -> Option<String> {
     // There is nothing to compare with before the first step.
     before.reward?;
     // A policy that is still at its reference did not run away: with few prompts, its rewards and gradients jump by chance.
-    if seen.median(|step| step.kl).is_some_and(|kl| kl < HARDLY_MOVED) {
+    if seen.median(|step| step.kl).is_some_and(|kl| kl.abs() < HARDLY_MOVED) {
         return None;
     }
     let mut signs = Vec::new();

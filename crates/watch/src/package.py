@@ -31,10 +31,10 @@ def table(columns, data):
         # Older versions need pandas and ignore columns; newer ones do not install pandas.
         try:
             import pandas
-
-            return package.Table(dataframe=pandas.DataFrame(data, columns=columns))
         except ImportError:
             pass
+        else:
+            return package.Table(dataframe=pandas.DataFrame(data, columns=columns))
     return package.Table(columns=columns, data=data)
 
 

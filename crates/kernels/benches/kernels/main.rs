@@ -42,7 +42,7 @@ fn serve() {
     }
 }
 
-/// Keeps freed memory, as the program does. Otherwise, page faults of results would be measured.
+/// Keeps freed memory, as the program does (crates/omnigrpo/src/cli/heap.rs). Otherwise, page faults of results would be measured.
 fn keep_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: no thread has started; this only sets tuning parameters.

@@ -621,6 +621,7 @@ fn forward_task(
             if let Some(after) = after {
                 match before {
                     None => states.clear(at(after), one),
+                    // The states differ, and this is the only task that refers to the second.
                     Some(before) => scale_to(states, at(after), before, s.decays.whole),
                 }
                 // SAFETY: the elements have just been written, and this is the only reference to them.

@@ -157,9 +157,7 @@ fn media_in_turns_equal_one_sequence() {
 #[test]
 fn greedy_text_after_media_in_turns_equals_one_sequence() {
     for (name, folder, case, _) in CASES {
-        // No GPU runs Qwen3.5.
-        let runs = |device: &Device| name != "qwen3_5" || !matches!(device, Device::Gpu(_));
-        for device in Device::all().into_iter().filter(runs) {
+        for device in Device::all() {
             let options = LoadOptions { dtype: WeightDtype::Float32, device, ..LoadOptions::default() };
             let opened = omnigrpo_models::Checkpoint::open(&checkpoint(name)).unwrap();
             let model = Model::load(&opened, &options).unwrap();

@@ -127,14 +127,14 @@ pub fn folder_tables(folder: &Path, part: Option<&str>, split: &str) -> Result<V
         };
         if !left_out.is_empty() {
             tracing::warn!(
-                "{at}: {} belong to no split and are left out, because other folders have names of splits; \
-                 rename those that are classes, or name the folder of the rows",
+                "{at}: left out, because other folders have names of splits: {}; move files into the folder of a split, \
+                 rename folders that are classes, or name the folder of the rows",
                 few(&left_out)
             );
         }
         if !unread.is_empty() {
             tracing::warn!(
-                "{at}: the media are the rows, and {} is not read; if it has the rows, name it instead of the folder",
+                "{at}: not read beside the media: {}; if a file has the rows, name it instead of the folder",
                 few(&unread)
             );
         }

@@ -8,7 +8,8 @@ mod rewards;
 mod rows;
 
 pub use device::{card_of, has_nvidia_gpu, is_at, no_cards, open_device};
-pub use hub::{hub, named_dir, progress, token};
+pub(crate) use hub::token;
+pub use hub::{hub, named_dir, progress};
 pub use model::{
     arithmetic, checkpoint, checkpoint_dir, model, model_plan, model_to_change, reference_plan, selection,
 };

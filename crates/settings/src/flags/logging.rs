@@ -73,7 +73,7 @@ pub const FLAGS: &[Flag] = &[
     )
     .help(
         "Address at which the page, Prometheus and `serve` listen: 127.0.0.1 for this machine alone, 0.0.0.0 for all machines that \
-         reach it. Beyond this machine, `serve` and Prometheus need the key OMNIGRPO_API_KEY; the page's address has a token.",
+         reach it. Beyond this machine, `serve` and Prometheus need the key OMNIGRPO_API_KEY, of at least 16 characters; the page's address has a token.",
     )
     .free(LOOP)
     .idle(serves_nothing)
