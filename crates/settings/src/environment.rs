@@ -169,7 +169,7 @@ mod tests {
         ];
         let variables = variables.map(|(name, value)| (name.into(), value.into()));
         assert_eq!(secrets(variables.clone(), Some("1".into())), ["hf_0123456789", "0123456789", "abcdefgh"]);
-        // A longer text hides first, so that nothing of it is left.
+        // A longer text hides first, so that no part of it is left.
         let found = secrets(variables, Some("abcdefgh-and-more".into()));
         assert_eq!(found, ["abcdefgh-and-more", "hf_0123456789", "0123456789", "abcdefgh"]);
     }
