@@ -376,6 +376,6 @@ fn published_templates_write_conversations_as_in_transformers() {
         let source = std::fs::read_to_string(dir.join(format!("{name}.jinja"))).ok()?;
         Some(ChatTemplate::from_source(&source).unwrap())
     };
-    assert_eq!(check_tools("published_tool_goldens.json", read), 18);
-    assert_eq!(check_conversations(read), 44);
+    assert_eq!(check_tools("published_tool_goldens.json", read), 23);
+    assert_eq!(check_conversations(read), 140);
 }

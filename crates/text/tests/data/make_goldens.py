@@ -119,7 +119,7 @@ TAGGED_CALLS = SAY + (
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
 )
 TOOL_TEMPLATES = {"json_calls": JSON_CALLS, "hermes": HERMES, "tagged_calls": TAGGED_CALLS}
-PUBLISHED = ["qwen2_5", "qwen3", "qwen3_vl", "qwen3_5_nothink"]
+PUBLISHED = ["qwen2_5", "qwen3", "qwen3_vl", "qwen3_5_nothink", "qwen3_5_think"]
 
 TEXTS = [
     "", " ", "\n", "What is shown?", " leading", "trailing ", "\n\nWhat\n\n\n", "a  b   c\t\td", "42 cats' tails, they're",
@@ -225,7 +225,7 @@ def tool_goldens(templates):
     return dict(tools=[ZOOM], cases=out)
 
 
-TEXT_TEMPLATES = ["qwen2_5", "qwen3", "llama3", "llama3_1", "smollm2"]
+TEXT_TEMPLATES = ["qwen2_5", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8", "llama3", "llama3_1", "smollm2"]
 
 
 def text_goldens(folder):
@@ -243,7 +243,7 @@ def text_goldens(folder):
         own = HERE / f"{name}.jinja"
         template = (own if own.exists() else folder / f"{name}.jinja").read_text()
         for case, messages in conversations.items():
-            thinks = [{"enable_thinking": True}, {"enable_thinking": False}] if name == "qwen3" else []
+            thinks = [{"enable_thinking": True}, {"enable_thinking": False}] if name.startswith("qwen3") else []
             for kwargs in [{}, *thinks]:
                 for tools in [[], [ZOOM]] if "{%- if tools" in template or "tools_in_user" in template else [[]]:
                     string = tok.apply_chat_template(messages, tools=tools or None, chat_template=template, tokenize=False,
