@@ -500,6 +500,8 @@ try {
   await spike.goto(`${spiked}#/charts`);
   await spike.waitForSelector('.chart canvas');
   await spike.waitForFunction(() => document.querySelectorAll('.chart').length === 2);
+  // The server reads the file in pieces.
+  await spike.waitForFunction(() => document.querySelector('#notices')?.textContent.includes('has more rows or metrics'));
   // The pixels of the line in the upper half of the chart of KL, where nothing but the spike is.
   const above = () => spike.$$eval('.chart canvas', (all) => {
     const { width, height } = all[1];
