@@ -740,9 +740,9 @@ const FAULTS: &[(&str, &[Fault])] = &[
             ),
             fault(
                 "delta",
-                "a row is corrected by itself",
+                "a row is not corrected by the one before it",
                 "j < i && i < c.at.rows",
-                "j <= i && i < c.at.rows",
+                "j + 1 < i && i < c.at.rows",
             ),
             fault(
                 "delta",
