@@ -163,7 +163,7 @@ def main():
             name=args.workload, num_images=workload.num_images, prompt_tokens=workload.prompt_tokens,
             completion_tokens=workload.completion_tokens, num_generations=NUM_GENERATIONS, beta=BETA,
             temperature=TEMPERATURE, learning_rate=LEARNING_RATE, dtype=args.torch_dtype, threads=args.threads,
-            use_peft=args.use_peft,
+            use_peft=args.use_peft, recomputes=workload.recomputes,
         ),
         machine=machine(cpus), commit=commit(), summary=sides,
         ratios={title.strip(): ratio for title, _, _, ratio in rows}, runs=runs,

@@ -97,8 +97,8 @@ pub const RULES: &[Rule] = &[
         name: "ran_away",
         title: "the policy ran away",
         doc: "the mean reward fell by half a standard deviation and more than by chance, and KL, gradient norm, clip ratio, cut-off \
-              completions or groups without variance jumped; or KL is above 5 nats. KL, if measured, is at least 0.001 nats",
-        formula: "mean(r) < m − 3·max(s, σ/3)/√5 ∧ median(r) < max(r) − σ/2 ∧ (median(kl) > 1 ∨ median(g) > 20·median(g₀) ∨ median(clip) > 0.5 ∨ jump(cut) ∨ jump(z)) ∧ ¬(median(kl) < 0.001); or median(kl) > 5",
+              completions or groups without variance jumped; or KL is above 5 nats. KL, if measured, is 0.001 nats or more from 0",
+        formula: "mean(r) < m − 3·max(s, σ/3)/√5 ∧ median(r) < max(r) − σ/2 ∧ (median(kl) > 1 ∨ median(g) > 20·median(g₀) ∨ median(clip) > 0.5 ∨ jump(cut) ∨ jump(z)) ∧ ¬(abs(median(kl)) < 0.001); or median(kl) > 5",
         window: 5,
         setting: LEARNING_RATE,
         advice: || format!("Lower {LEARNING_RATE}, or raise {BETA}"),

@@ -1,7 +1,8 @@
 //! Trackers that are Python packages: Weights & Biases and Trackio. The package runs in a child process, which reads lines of JSON.
 //!
 //! The child inherits the environment, so `WANDB_MODE`, `WANDB_PROJECT`, `WANDB_API_KEY`, `TRACKIO_SPACE_ID` and similar variables have
-//! their usual meaning. Its stderr is written to `wandb.log` or `trackio.log` in the run directory, without keys and tokens.
+//! their usual meaning. Its stderr is written to `wandb.log` or `trackio.log` in the run directory, without the values of variables
+//! that are keys by their names, and without the stored token of the hub.
 
 use std::io::{BufRead as _, BufReader, Read, Write as _};
 use std::path::{Path, PathBuf};

@@ -24,9 +24,6 @@ const SCHEMA: &str = "omnigrpo.schema.json";
 const ROWS: u64 = 512;
 /// Smallest number of rows from which some are held out for evaluations.
 const SPLIT_FROM: u64 = 40;
-/// Line about fewer rows than that.
-const NONE_HELD_OUT: &str = "No row is held out, because there are fewer than 40, so nothing shows what is learned about other \
-                             questions: add rows, or name others with `--eval_file`.";
 /// Number of held-out rows that tell a gain from chance, and the largest number.
 const HELD_OUT: [u64; 2] = [50, 200];
 /// Time after which a run should show its first result, in seconds.
@@ -128,10 +125,18 @@ pub fn init(resolved: &Resolved, session: &Session) -> Result<()> {
         session.console.line(&time);
     }
     if !holds_out {
-        session.console.line(NONE_HELD_OUT);
+        session.console.line(&none_held_out());
     }
     session.console.line(&format!("look at it, then run: omnigrpo train --config {file}"));
     Ok(())
+}
+
+/// Returns the line about fewer rows than are divided.
+fn none_held_out() -> String {
+    format!(
+        "No row is held out, because there are fewer than {SPLIT_FROM}, so nothing shows what is learned about other questions: add \
+         rows, or name others with `--eval_file`."
+    )
 }
 
 /// Returns a draft with the settings that the user gives.
@@ -224,7 +229,7 @@ fn head(
         let first: String = words.next().map(|own| own.to_uppercase().collect()).unwrap_or_default();
         format!("# {first}{}.\n", words.as_str())
     });
-    let none_held_out = if rows.holds_out { String::new() } else { format!("# {NONE_HELD_OUT}\n") };
+    let none_held_out = if rows.holds_out { String::new() } else { format!("# {}\n", none_held_out()) };
     let limit = limit
         .map_or("memory".to_owned(), |(free, place)| format!("the free {} of {place}", room::size(free)));
     format!(
