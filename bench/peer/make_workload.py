@@ -210,7 +210,7 @@ def write_rows(name: str, words: list[str]):
         text = processor.apply_chat_template(
             [{"role": "user", "content": parts}], add_generation_prompt=True, tokenize=False
         )
-        return tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * IMAGE_TOKENS[workload.model]))["input_ids"]
+        return tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * IMAGE_TOKENS.get(workload.model, 0)))["input_ids"]
 
     num_words = workload.prompt_tokens - len(prompt_ids("Describe"))
     assert num_words > 0, f"{name}: the template alone is {-num_words} tokens too long"

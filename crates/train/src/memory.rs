@@ -214,18 +214,21 @@ impl std::fmt::Display for Memory {
     }
 }
 
-/// Returns the bytes of the optimizer's state for a weight with `len` values: two moments in f32, and a master for a bf16 weight. A
-/// card stores only the half of the master that the weight lacks.
+/// Returns the bytes of the optimizer's state for a weight with `len` values: two moments, and a master for a bf16 weight. A card stores
+/// only the half of the master that the weight lacks.
 fn state_bytes(dtype: ParamDtype, len: u64, plan: &MemoryPlan) -> u64 {
-    let has_master = dtype == ParamDtype::Bf16 && !plan.optimizer.pure_bf16;
-    let each = match (plan.of, has_master) {
-        (MemoryOf::Card, _) if is_offloaded(plan) => 0,
-        (MemoryOf::BesideCard, _) if !is_offloaded(plan) => 0,
-        (MemoryOf::Card, true) => 10,
-        (MemoryOf::Host | MemoryOf::BesideCard, true) => 12,
-        (_, false) => 8,
+    let is_elsewhere = match plan.of {
+        MemoryOf::Card => is_offloaded(plan),
+        MemoryOf::BesideCard => !is_offloaded(plan),
+        MemoryOf::Host => false,
     };
-    (each * len).div_ceil(parts_of_state(plan))
+    if is_elsewhere {
+        return 0;
+    }
+    let has_master = dtype == ParamDtype::Bf16 && !plan.optimizer.pure_bf16;
+    let master = if plan.of == MemoryOf::Card { 2 } else { 4 };
+    let moments = plan.optimizer.moment_bytes(len as usize) as u64;
+    (moments + if has_master { master * len } else { 0 }).div_ceil(parts_of_state(plan))
 }
 
 /// Returns the number of ranks among which the optimizer's state is divided.
@@ -377,6 +380,9 @@ fn measured(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
     if model.device() != Device::Outline {
         let device = model.device().to_string();
         return Err(TrainError::setting(DEVICE, &device, "expected Device::Outline".into()));
+    }
+    for param in model.params() {
+        param.keep_grad_in_bf16(plan.optimizer.grad_dtype == GradDtype::Bfloat16);
     }
     let mut out = lasting(model, plan);
     let parts = Parts::of(model, plan);
