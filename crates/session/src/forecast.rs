@@ -6,7 +6,7 @@ use omnigrpo_models::{MediumShape, WeightDtype};
 use omnigrpo_ops::{Device, Rates};
 use omnigrpo_text::Form;
 use omnigrpo_train::{
-    GradDtype, Optim,
+    BytesEach, GradDtype, Optim,
     Divided, Forecast, Limit, Longest, Memory, Need, Objective, Offload, Phase, Prepared, RunPlan, Speed,
     StepTime, Variant, fits, room,
 };
@@ -621,6 +621,9 @@ fn table(forecast: &Forecast, ways: &[Way], ranks: usize) -> String {
     let mut out = format!("memory of {whose}, with its longest rows, in {when}\n\n");
     let bars = Bars::new(memory, forecast.limit, PART);
     out.push_str(&bars.parts(memory, forecast.limit));
+    if ranks == 1 {
+        out.push_str(&of_each(memory.each));
+    }
     if let Some(main) = &forecast.need.main {
         out.push_str("\nits main memory\n\n");
         out.push_str(&Bars::new(main, forecast.main_limit, PART).parts(main, forecast.main_limit));
@@ -677,6 +680,19 @@ impl Bars {
             out.push_str(&self.line("moments and masters, on a disk", memory.disk, ""));
         }
         out
+    }
+}
+
+/// Returns a line with the bytes of a trained weight, or nothing if no weight is trained.
+fn of_each(each: BytesEach) -> String {
+    let BytesEach { value, gradient, moments, master } = each;
+    let whole = if value == 2 && master == 2 { "rest of its master" } else { "master" };
+    let parts = [(value, "for itself"), (gradient, "gradient"), (moments, "moments"), (master, whole)];
+    let parts: Vec<String> =
+        parts.iter().filter(|(bytes, _)| *bytes > 0).map(|(bytes, what)| format!("{bytes} {what}")).collect();
+    match each.total() {
+        0 => String::new(),
+        all => format!("{all} bytes a trained weight: {}\n", parts.join(", ")),
     }
 }
 
