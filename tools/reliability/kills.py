@@ -68,6 +68,7 @@ CASES = [
     ("f32", F32, TRAIN + RUN, "kill"),
     ("bf16", BF16, TRAIN + RUN, "kill"),
     ("bf16 without masters", BF16, TRAIN + RUN + " --pure_bf16", "kill"),
+    ("few bits", BF16, TRAIN + RUN + " --optim adamw_8bit --grad_dtype bfloat16 --pure_bf16 --stochastic_rounding", "kill"),
     ("LoRA with dropout", F32, TRAIN + RUN + LORA + " --lora_dropout 0.2", "kill"),
     ("LoRA on 8 bits", F32, TRAIN + RUN + LORA + " --load_in_8bit", "kill"),
     ("sft", F32, SFT + RUN, "kill"),

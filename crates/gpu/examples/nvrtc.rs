@@ -6,7 +6,10 @@
 //! registers, or if a compilation cannot be ended early.
 #![allow(clippy::print_stdout, clippy::print_stderr)]
 
+use std::collections::BTreeMap;
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use omnigrpo_gpu::nvrtc::Nvrtc;
@@ -16,7 +19,7 @@ use omnigrpo_gpu::{Error, sources};
 const ARCHITECTURES: [&str; 6] = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"];
 
 /// Returns the maximum number of threads of a launch.
-fn threads(file: &str) -> u32 {
+fn threads_of(file: &str) -> u32 {
     match file {
         "attention" | "plain_attention" | "linear" => 128,
         _ => 256,
@@ -80,26 +83,41 @@ fn main() -> ExitCode {
         }
     };
     println!("{nvrtc:?}");
+    let jobs: Vec<(&str, &str, &str)> =
+        ARCHITECTURES.iter().flat_map(|arch| sources::FILES.iter().map(|(file, text)| (*arch, *file, *text))).collect();
+    let (next, done) = (AtomicUsize::new(0), Mutex::new(BTreeMap::new()));
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while let Some((arch, file, text)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let compiled = nvrtc.compile(file, text, arch, None).map(|compiled| compiled.log);
+                    done.lock().unwrap_or_else(PoisonError::into_inner).insert((*arch, *file), compiled);
+                }
+            });
+        }
+    });
+    let done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
     let mut problems = Vec::new();
     for arch in ARCHITECTURES {
         let (mut count, mut most) = (0, Report::default());
-        for (file, text) in sources::FILES {
-            let compiled = match nvrtc.compile(file, text, arch, None) {
-                Ok(compiled) => compiled,
+        for (file, _) in sources::FILES {
+            let log = match &done[&(arch, file)] {
+                Ok(log) => log,
                 Err(error) => {
                     problems.push(error.to_string());
                     continue;
                 }
             };
-            let reports = reports(&compiled.log);
+            let reports = reports(log);
             // Kernels made by macros are reported in several lines.
             if reports.is_empty() {
-                problems.push(format!("{file} for {arch}: no report in\n{}", compiled.log));
+                problems.push(format!("{file} for {arch}: no report in\n{log}"));
             }
             count += reports.len();
             for report in reports {
                 let Report { name, registers, shared, spills } = &report;
-                let threads = threads(file);
+                let threads = threads_of(file);
                 if registers * threads > 65_536 || *registers == 0 || *shared > 48 << 10 || *spills > 0 {
                     problems.push(format!(
                         "{file}/{name} for {arch}: {registers} registers × {threads} threads (of 65,536), {shared} bytes of \

@@ -54,7 +54,7 @@ pub use libraries::{Library, folders, libraries};
 pub use linear::{Affine, Codes, Onto, Weight, few_rows_scratch};
 pub use nccl::{Nccl, nccl};
 pub use nvml::{Load, Monitor};
-pub use optim::Step;
+pub use optim::{MomentCodes, Moments, Step};
 pub use recurrent::{Sequences, continued, delta_scratch};
 pub use sample::{DrawPlaces, DrawSize, Drawn, Draws, Row, Sampling};
 pub use sums::Mixture;

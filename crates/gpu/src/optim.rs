@@ -20,18 +20,56 @@ pub struct Step {
     pub grad_scale: f32,
     /// Number of this step of the weight, counted from 1.
     pub count: u64,
+    /// Key with which a bf16 weight without `rest` is rounded at random; `None` rounds to nearest even.
+    pub random: Option<u32>,
+}
+
+/// A moment in 8 bits, in the form of `omnigrpo_kernels::moments`.
+#[derive(Debug)]
+pub struct MomentCodes {
+    /// Codes, four in a word. Those beyond the weight's end are 0.
+    pub codes: Array,
+    /// Scale of each 256 values.
+    pub scales: Array,
+}
+
+/// First and second moment.
+#[derive(Debug)]
+pub enum Moments<'a> {
+    F32([&'a mut Array; 2]),
+    Codes([&'a mut MomentCodes; 2]),
+}
+
+impl MomentCodes {
+    /// Returns the codes, of which those beyond the weight's end are 0, and the scales.
+    pub fn read(&self) -> (Vec<u8>, Vec<f32>) {
+        (self.codes.words(), self.scales.to_vec())
+    }
+}
+
+impl<'a> From<[&'a mut Array; 2]> for Moments<'a> {
+    fn from(moments: [&'a mut Array; 2]) -> Self {
+        Self::F32(moments)
+    }
 }
 
 impl Gpu {
+    /// Uploads a moment in 8 bits.
+    pub fn upload_codes(&self, codes: &[u8], scales: &[f32]) -> MomentCodes {
+        let mut words = codes.to_vec();
+        words.resize(words.len().next_multiple_of(4), 0);
+        MomentCodes { codes: self.upload_words(&words), scales: self.upload(scales) }
+    }
+
     /// Applies one step in place.
     ///
     /// A bf16 weight with `rest` (16 bits per element) is updated as the f32 value from which it was rounded; see
     /// [`Self::split_master`]. Without `rest`, the weight is rounded after each step.
-    pub fn adamw(
+    pub fn adamw<'a>(
         &self,
         weight: &mut Array,
         rest: Option<&mut Array>,
-        [m, v]: [&mut Array; 2],
+        moments: impl Into<Moments<'a>>,
         grad: &Array,
         step: &Step,
     ) {
@@ -45,7 +83,20 @@ impl Gpu {
         let (rest1, rest2, scale) = (1.0 - beta1, 1.0 - beta2, grad_scale);
         let constants = AdamW { step_size, rest1, beta2, rest2, eps, decay, root, scale };
         let len = weight.len();
-        self.each(elementwise::adamw(weight, rest, m, v, grad, len, constants), len.div_ceil(4));
+        let random = step.random.filter(|_| weight.dtype() == Dtype::Bf16);
+        let random = random.map_or(0, |key| 1 << 32 | u64::from(key));
+        match moments.into() {
+            Moments::F32([m, v]) => {
+                let kernel = elementwise::adamw(weight, rest, m, v, grad, len, random, constants);
+                self.each(kernel, len.div_ceil(4));
+            }
+            Moments::Codes([MomentCodes { codes: m, scales: ms }, MomentCodes { codes: v, scales: vs }]) => {
+                let kernel =
+                    elementwise::adamw_8bit(weight, rest, m, ms, v, vs, grad, len, random, constants);
+                // A warp updates the values of a scale.
+                self.each(kernel, len.div_ceil(256) * 32);
+            }
+        }
     }
 
     /// Splits f32 values into the two parts that [`Self::adamw`] stores for a bf16 weight: the weight, rounded to nearest even,

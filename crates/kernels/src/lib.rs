@@ -53,6 +53,7 @@ pub mod experts;
 pub mod linear;
 pub mod logprob;
 pub mod memory;
+pub mod moments;
 pub mod norm;
 pub mod optim;
 pub mod parallel;

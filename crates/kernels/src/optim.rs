@@ -3,6 +3,7 @@
 use half::bf16;
 
 use crate::mat::check;
+use crate::moments::{BLOCK, CodesMut, Form, decode, encode};
 use crate::parallel::{Shared, map, ranges};
 use crate::profile::{Op, span};
 
@@ -39,6 +40,23 @@ simd_fn! {
         for (&x, y) in from.iter().zip(to) {
             let bits = x.to_bits();
             let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+            *y = bf16::from_bits(if x.is_nan() { (bits >> 16 | 0x40) as u16 } else { rounded as u16 });
+        }
+    }
+}
+
+simd_fn! {
+    // Adds a random number below the last bit that is kept, and cuts. NaN stays NaN. The hash is `lowbias32` of C. Wellons. Of a
+    // weight with more than 2³² elements, elements share numbers.
+    fn round_randomly<'a>(_simd: S, from: &'a [f32], to: &'a mut [bf16], key: u32, first: usize) -> () {
+        let mut at = (first as u32).wrapping_mul(0x9e37_79b9);
+        for (&x, y) in from.iter().zip(to) {
+            let mut hash = at ^ key;
+            at = at.wrapping_add(0x9e37_79b9);
+            hash = (hash ^ hash >> 16).wrapping_mul(0x7feb_352d);
+            hash = (hash ^ hash >> 15).wrapping_mul(0x846c_a68b);
+            let bits = x.to_bits();
+            let rounded = bits.wrapping_add(hash >> 16) >> 16;
             *y = bf16::from_bits(if x.is_nan() { (bits >> 16 | 0x40) as u16 } else { rounded as u16 });
         }
     }
@@ -99,76 +117,244 @@ impl AdamW {
     }
 }
 
-/// Applies one step in place, following `torch.optim.AdamW` (decoupled weight decay, bias-corrected moments).
-///
-/// Updates `weight`, its first moment `m` and its second moment `v` from `grad`. All have the same length.
-pub fn adamw(grad: &[f32], by: &AdamW, weight: &mut [f32], m: &mut [f32], v: &mut [f32]) {
-    let n = weight.len();
-    let _span = span(Op::Optimizer, || (12 * n, 28 * n));
-    check!(
-        "adamw",
-        m.len() == n && v.len() == n && grad.len() == n && by.step > 0,
-        n,
-        m.len(),
-        v.len(),
-        grad.len(),
-        by.step
-    );
-    let u = by.update();
-    let [weight, m, v] = [weight, m, v].map(Shared::new);
-    ranges(n, 64, n * 4, |range| {
-        // SAFETY: the ranges are disjoint.
-        let [weight, m, v] = [weight, m, v].map(|s| unsafe { s.part(range.start, range.len()) });
-        update(u, weight, m, v, &grad[range]);
-    });
+/// A weight to update.
+#[derive(Debug)]
+pub enum Weight<'a> {
+    F32(&'a mut [f32]),
+    /// A bf16 weight with an f32 master, which is updated. The weight receives it, rounded to nearest even.
+    Master(&'a mut [bf16], &'a mut [f32]),
+    /// A bf16 weight that is updated in f32 and rounded.
+    Bf16(&'a mut [bf16], Rounding),
+}
+
+/// How an updated f32 value becomes bf16.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Rounding {
+    /// To nearest even.
+    #[default]
+    Nearest,
+    /// Up or down at random, with the value as the mean. The random number of an element follows from `key` and from the number of the
+    /// element, `first` for the first one.
+    Random { key: u32, first: usize },
+}
+
+impl Rounding {
+    /// Returns the random rounding of a weight at its update number `step`.
+    #[must_use]
+    pub fn random(name: &str, step: u64) -> Self {
+        // FNV-1a: a name has the same key in every run.
+        let hash = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+        let name = name.as_bytes().iter().fold(0xcbf2_9ce4_8422_2325, hash);
+        let mixed = crate::dropout::mix(name ^ crate::dropout::mix(step));
+        Self::Random { key: (mixed >> 32) as u32, first: 0 }
+    }
+
+    /// Returns the rounding of the elements from element `by` on.
+    #[must_use]
+    pub fn after(self, by: usize) -> Self {
+        match self {
+            Self::Nearest => Self::Nearest,
+            Self::Random { key, first } => Self::Random { key, first: first + by },
+        }
+    }
+}
+
+impl<'a> From<&'a mut [f32]> for Weight<'a> {
+    fn from(weight: &'a mut [f32]) -> Self {
+        Self::F32(weight)
+    }
+}
+
+impl<'a> From<&'a mut Vec<f32>> for Weight<'a> {
+    fn from(weight: &'a mut Vec<f32>) -> Self {
+        Self::F32(weight)
+    }
+}
+
+impl Weight<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Self::F32(weight) => weight.len(),
+            Self::Master(weight, _) | Self::Bf16(weight, _) => weight.len(),
+        }
+    }
+}
+
+/// First and second moment of a weight.
+#[derive(Debug)]
+pub enum Moments<'a> {
+    F32([&'a mut [f32]; 2]),
+    Codes([CodesMut<'a>; 2]),
+}
+
+impl<'a> From<[&'a mut [f32]; 2]> for Moments<'a> {
+    fn from(moments: [&'a mut [f32]; 2]) -> Self {
+        Self::F32(moments)
+    }
+}
+
+impl<'a> From<[&'a mut Vec<f32>; 2]> for Moments<'a> {
+    fn from(moments: [&'a mut Vec<f32>; 2]) -> Self {
+        Self::F32(moments.map(|x| &mut x[..]))
+    }
+}
+
+impl Moments<'_> {
+    /// Returns the lengths of both moments, and whether scales fit.
+    fn lens(&self) -> ([usize; 2], bool) {
+        match self {
+            Self::F32(each) => (each.each_ref().map(|x| x.len()), true),
+            Self::Codes(each) => (
+                each.each_ref().map(|x| x.codes.len()),
+                each.iter().all(|x| x.scales.len() == x.codes.len().div_ceil(BLOCK)),
+            ),
+        }
+    }
 }
 
 /// Number of values that are updated before they are rounded, so that they are still in the cache.
-const ROUNDED_TOGETHER: usize = 1 << 10;
+const TOGETHER: usize = 4 * BLOCK;
 
-/// Applies one step of [`adamw`] to a bf16 weight, which receives the updated f32 `master`, rounded to nearest even. Without a
-/// master, the weight itself is updated in f32 and rounded. All have the same length.
-pub fn adamw_bf16(
+/// Applies one step in place, following `torch.optim.AdamW` (decoupled weight decay, bias-corrected moments).
+///
+/// Updates a weight and its moments from `grad`. All have the same length. Moments in 8 bits become f32 for the update, and are encoded
+/// after it.
+pub fn adamw<'a>(
     grad: &[f32],
     by: &AdamW,
-    weight: &mut [bf16],
-    master: Option<&mut [f32]>,
-    m: &mut [f32],
-    v: &mut [f32],
+    weight: impl Into<Weight<'a>>,
+    moments: impl Into<Moments<'a>>,
 ) {
+    let (weight, moments) = (weight.into(), moments.into());
     let n = weight.len();
-    let has_master = master.is_some();
-    let _span = span(Op::Optimizer, || (12 * n, if has_master { 30 * n } else { 24 * n }));
-    let fits = master.as_ref().is_none_or(|master| master.len() == n);
-    check!(
-        "adamw_bf16",
-        fits && m.len() == n && v.len() == n && grad.len() == n && by.step > 0,
-        n,
-        m.len(),
-        v.len(),
-        grad.len(),
-        by.step
-    );
+    let has_master = if let Weight::Master(weight, master) = &weight { weight.len() == master.len() } else { true };
+    let (lens, has_scales) = moments.lens();
+    let moved = match &weight {
+        Weight::F32(_) => 8,
+        Weight::Master(..) => 10,
+        Weight::Bf16(..) => 4,
+    } + if matches!(moments, Moments::F32(_)) { 20 } else { 8 };
+    let _span = span(Op::Optimizer, || (12 * n, moved * n));
+    check!("adamw", has_master && has_scales && lens == [n; 2] && grad.len() == n && by.step > 0, n, lens, grad.len(), by.step);
     let u = by.update();
-    let (weight, master, [m, v]) = (Shared::new(weight), master.map(Shared::new), [m, v].map(Shared::new));
-    ranges(n, 64, n * 4, |range| {
-        let mut wide = [0.0; ROUNDED_TOGETHER];
-        for first in range.clone().step_by(ROUNDED_TOGETHER) {
-            let len = ROUNDED_TOGETHER.min(range.end - first);
-            // SAFETY: the ranges are disjoint.
-            let (weight, [m, v]) = unsafe { (weight.part(first, len), [m, v].map(|s| s.part(first, len))) };
-            let master = match master {
+    let weight = Places::of(weight);
+    let moments = match moments {
+        Moments::F32(each) => Err(each.map(Shared::new)),
+        Moments::Codes(each) => Ok(each.map(|x| (Shared::new(x.codes), Shared::new(x.scales)))),
+    };
+    ranges(n, BLOCK, n * 4, |range| {
+        let mut wide = [0.0; TOGETHER];
+        let mut decoded = [[0.0; TOGETHER]; 2];
+        for first in range.clone().step_by(TOGETHER) {
+            let len = TOGETHER.min(range.end - first);
+            let grad = &grad[first..first + len];
+            // SAFETY: the ranges are disjoint and begin with blocks.
+            let value = unsafe { weight.value(first, len, &mut wide) };
+            match &moments {
                 // SAFETY: as above.
-                Some(master) => unsafe { master.part(first, len) },
-                None => {
-                    wide.iter_mut().zip(&*weight).for_each(|(wide, w)| *wide = w.to_f32());
-                    &mut wide[..len]
+                Err(each) => unsafe {
+                    let [m, v] = each.map(|s| s.part(first, len));
+                    update(u, value, m, v, grad);
+                },
+                Ok(each) => {
+                    let forms = [Form::Signed, Form::Unsigned];
+                    // SAFETY: as above.
+                    let mut parts = each.map(|(codes, scales)| unsafe {
+                        (codes.part(first, len), scales.part(first / BLOCK, len.div_ceil(BLOCK)))
+                    });
+                    for ((to, (codes, scales)), form) in decoded.iter_mut().zip(&parts).zip(forms) {
+                        decode(codes, scales, &mut to[..len], form);
+                    }
+                    let [m, v] = decoded.each_mut().map(|x| &mut x[..len]);
+                    update(u, value, m, v, grad);
+                    for ((from, (codes, scales)), form) in decoded.iter().zip(&mut parts).zip(forms) {
+                        encode(&from[..len], CodesMut { codes, scales }, form);
+                    }
                 }
-            };
-            update(u, master, m, v, &grad[first..first + len]);
-            round(master, weight);
+            }
+            // SAFETY: as above.
+            unsafe { weight.round(first, len, &wide) };
         }
     });
+}
+
+/// The arrays of a [`Weight`], for several threads.
+#[derive(Clone, Copy)]
+struct Places<'a> {
+    /// Weight or master in f32.
+    wide: Option<Shared<'a>>,
+    narrow: Option<Shared<'a, bf16>>,
+    rounding: Rounding,
+}
+
+impl<'a> Places<'a> {
+    fn of(weight: Weight<'a>) -> Self {
+        let (wide, narrow, rounding) = match weight {
+            Weight::F32(weight) => (Some(weight), None, Rounding::Nearest),
+            Weight::Master(weight, master) => (Some(master), Some(weight), Rounding::Nearest),
+            Weight::Bf16(weight, rounding) => (None, Some(weight), rounding),
+        };
+        Self { wide: wide.map(Shared::new), narrow: narrow.map(Shared::new), rounding }
+    }
+
+    /// Returns values to update: in place, or widened in `to`.
+    ///
+    /// # Safety
+    /// No other reference to these values may be alive.
+    unsafe fn value<'b>(self, first: usize, len: usize, to: &'b mut [f32]) -> &'b mut [f32]
+    where
+        'a: 'b,
+    {
+        match (self.wide, self.narrow) {
+            // SAFETY: guaranteed by this function's contract.
+            (Some(wide), _) => unsafe { wide.part(first, len) },
+            (None, narrow) => {
+                // SAFETY: as above.
+                let narrow = narrow.map(|narrow| unsafe { narrow.part(first, len) }).unwrap_or_default();
+                to.iter_mut().zip(narrow).for_each(|(to, w)| *to = w.to_f32());
+                &mut to[..len]
+            }
+        }
+    }
+
+    /// Rounds the updated values, which are in place or in `wide`.
+    ///
+    /// # Safety
+    /// No other reference to these values may be alive.
+    unsafe fn round(self, first: usize, len: usize, wide: &[f32]) {
+        let Some(narrow) = self.narrow else { return };
+        // SAFETY: guaranteed by this function's contract.
+        let (to, from) = unsafe {
+            (narrow.part(first, len), self.wide.map_or(&wide[..len], |wide| &*wide.part(first, len)))
+        };
+        match self.rounding {
+            Rounding::Nearest => round(from, to),
+            Rounding::Random { key, first: start } => round_randomly(from, to, key, start + first),
+        }
+    }
+}
+
+/// Rounds values to nearest even.
+#[must_use]
+pub fn narrow(x: &[f32]) -> Vec<bf16> {
+    let mut out = vec![bf16::ZERO; x.len()];
+    let to = Shared::new(&mut out);
+    // SAFETY: the ranges are disjoint.
+    ranges(x.len(), BLOCK, x.len(), |range| round(&x[range.clone()], unsafe { to.part(range.start, range.len()) }));
+    out
+}
+
+/// Returns bf16 values in f32.
+#[must_use]
+pub fn widen(x: &[bf16]) -> Vec<f32> {
+    let mut out = vec![0.0; x.len()];
+    let to = Shared::new(&mut out);
+    ranges(x.len(), BLOCK, x.len(), |range| {
+        // SAFETY: the ranges are disjoint.
+        let to = unsafe { to.part(range.start, range.len()) };
+        to.iter_mut().zip(&x[range]).for_each(|(to, x)| *to = x.to_f32());
+    });
+    out
 }
 
 /// Number of elements whose squares are summed together by [`block_squares`].

@@ -24,7 +24,8 @@ use omnigrpo_kernels::conv::RowMix;
 use omnigrpo_kernels::experts::{self, Choices, Groups};
 use omnigrpo_kernels::linear::{Gradient, Layer};
 use omnigrpo_kernels::logprob::{Head, Scores, Statistics, Targets};
-use omnigrpo_kernels::optim::AdamW;
+use omnigrpo_kernels::moments::{Codes, Form};
+use omnigrpo_kernels::optim::{AdamW, Rounding, Weight};
 use omnigrpo_kernels::paths::Path;
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 use omnigrpo_kernels::{
@@ -902,12 +903,75 @@ fn adamw_matches_its_twin() {
     for step in 1..=5 {
         let g = noise(n, 10 + step as u32);
         let by = AdamW { lr: 0.01, betas: [0.9, 0.99], eps: 1e-8, weight_decay: 0.1, grad_scale: 0.3, step };
-        optim::adamw(&g, &by, &mut w, &mut m, &mut v);
+        optim::adamw(&g, &by, &mut w, [&mut m, &mut v]);
         twin::adamw(&wide(&g), &by.wide(), &mut w64, &mut m64, &mut v64);
     }
     close(&w, &w64, 1e-6);
     close(&m, &m64, 1e-6);
     close(&v, &v64, 1e-6);
+}
+
+/// Moments in 8 bits are updated in f32 and encoded again, whatever the number of threads and the range of a call.
+#[test]
+fn moments_in_8_bits_are_updated_in_f32_and_encoded() {
+    for n in [0, 1, 255, 256, 257, 1025, 70_001] {
+        let mut weight = noise(n, 1);
+        let mut wide = weight.clone();
+        let (mut m, mut v) = (Codes::zeros(n), Codes::zeros(n));
+        let [mut m2, mut v2] = [m.clone(), v.clone()];
+        let mut apart = (weight.clone(), m.clone(), v.clone());
+        for step in 1..=4 {
+            // Numbers of many sizes.
+            let g: Vec<f32> = noise(n, 10 + step as u32).iter().map(|x| x * x * x * 0.01).collect();
+            let by = AdamW { lr: 0.01, betas: [0.9, 0.99], eps: 1e-8, weight_decay: 0.1, grad_scale: 0.3, step };
+            let moments = optim::Moments::Codes([&mut m, &mut v].map(|x| x.get_mut(0..n)));
+            optim::adamw(&g, &by, &mut weight, moments);
+
+            let [mut m3, mut v3] = [m2.decode(Form::Signed), v2.decode(Form::Unsigned)];
+            optim::adamw(&g, &by, &mut wide, [&mut m3, &mut v3]);
+            (m2, v2) = (Codes::encode(&m3, Form::Signed), Codes::encode(&v3, Form::Unsigned));
+            assert_eq!((&weight, &m, &v), (&wide, &m2, &v2), "{n} values, step {step}");
+
+            let (weight, m, v) = &mut apart;
+            for first in (0..n).step_by(512) {
+                let part = first..n.min(first + 512);
+                let moments = optim::Moments::Codes([&mut *m, v].map(|x| x.get_mut(part.clone())));
+                optim::adamw(&g[part.clone()], &by, &mut weight[part], moments);
+            }
+        }
+        assert_eq!(apart, (weight, m, v), "{n} values in parts");
+    }
+}
+
+/// A value is rounded to one of its neighbours, with the value as the mean; the key decides, and the element's number, not the call.
+#[test]
+fn random_rounding_keeps_the_mean() {
+    let n = 40_000;
+    // The step adds 1 to 2 · (1 − 1/1024), and the neighbours of the sum are 1/64 apart.
+    let by = AdamW { lr: 1.0, betas: [0.0, 0.0], eps: 0.0, weight_decay: 1.0 / 1024.0, grad_scale: 1.0, step: 1 };
+    let (start, g) = (bf16::from_f32(2.0), vec![-0.5; n]);
+    let run = |range: std::ops::Range<usize>, rounding: Rounding| {
+        let mut weight = vec![start; range.len()];
+        let mut moments = [vec![0.0; range.len()], vec![0.0; range.len()]];
+        let [m, v] = &mut moments;
+        optim::adamw(&g[range], &by, Weight::Bf16(&mut weight, rounding), [m, v]);
+        weight.into_iter().map(bf16::to_f32).collect::<Vec<_>>()
+    };
+    let random = Rounding::random("a weight", 3);
+    let got = run(0..n, random);
+    let (exact, [low, high]) = (2.0 * (1.0 - 1.0 / 1024.0) + 1.0, [2.984_375, 3.0]);
+    assert!(got.iter().all(|x| *x == low || *x == high), "{:?}", &got[..8]);
+    let mean = got.iter().map(|x| f64::from(*x)).sum::<f64>() / n as f64;
+    // Five standard deviations.
+    let spread = (exact - low) * (high - exact);
+    assert!((mean - f64::from(exact)).abs() < 5.0 * (f64::from(spread) / n as f64).sqrt(), "{mean} for {exact}");
+    assert_eq!(run(0..n, random), got);
+    assert_eq!([run(0..1_000, random), run(1_000..n, random.after(1_000))].concat(), got);
+    for other in [Rounding::random("a weight", 4), Rounding::random("another weight", 3)] {
+        let same = run(0..n, other).iter().zip(&got).filter(|(a, b)| a == b).count();
+        assert!(same < 9 * n / 10, "{same} of {n} are equal");
+    }
+    assert!(run(0..n, Rounding::Nearest).iter().all(|x| *x == high));
 }
 
 /// The update of a bf16 weight has the bits of the f32 update, and rounds to nearest even like `half`, in ranges of any length.
@@ -925,14 +989,14 @@ fn adamw_of_bf16_weights_is_adamw_that_is_rounded() {
             }
             let by =
                 AdamW { lr: 0.01, betas: [0.9, 0.99], eps: 1e-8, weight_decay: 0.0, grad_scale: 0.3, step };
-            optim::adamw(&g, &by, &mut master2, &mut m2, &mut v2);
-            optim::adamw_bf16(&g, &by, &mut weight, Some(&mut master), &mut m, &mut v);
+            optim::adamw(&g, &by, &mut master2, [&mut m2, &mut v2]);
+            optim::adamw(&g, &by, Weight::Master(&mut weight, &mut master), [&mut m, &mut v]);
             // Without a master, the weight itself is the value.
             let (mut narrow, mut wide) =
                 (weight.clone(), weight.iter().map(|x| x.to_f32()).collect::<Vec<_>>());
             let ([mut a, mut b], [mut c, mut d]) = ([m.clone(), v.clone()], [m.clone(), v.clone()]);
-            optim::adamw_bf16(&g, &by, &mut narrow, None, &mut a, &mut b);
-            optim::adamw(&g, &by, &mut wide, &mut c, &mut d);
+            optim::adamw(&g, &by, Weight::Bf16(&mut narrow, Rounding::Nearest), [&mut a, &mut b]);
+            optim::adamw(&g, &by, &mut wide, [&mut c, &mut d]);
             let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
             assert_eq!(
                 [&master, &m, &v, &a, &b].map(|x| bits(x)),
@@ -1017,7 +1081,7 @@ fn twins_match_pytorch() {
         let by = AdamW { lr: 0.01, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, grad_scale: 1.0, step };
         twin::adamw(g, &by, &mut w, &mut m, &mut v);
         let by = AdamW { lr: 0.01, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, grad_scale: 1.0, step };
-        optim::adamw(&narrow(g), &by, &mut w32, &mut m32, &mut v32);
+        optim::adamw(&narrow(g), &by, &mut w32, [&mut m32, &mut v32]);
     }
     close64(&w, &case["out"]);
     close(&w32, &case["out"], 1e-6);

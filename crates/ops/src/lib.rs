@@ -66,7 +66,7 @@ pub use omnigrpo_kernels::paths::Path as Bf16Path;
 pub use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 pub use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 pub use omnigrpo_kernels::{Arithmetic, Top};
-pub use optim::{Moments, Numbers, Squares, Step, squares};
+pub use optim::{LEAST_CODED, Moments, Numbers, Squares, Step, squares};
 pub use order::Order;
 pub use outline::{Footprint, Held, footprint, holding, in_arena, is_on_card, on_card};
 pub use param::{Param, ParamDtype, Part, Values, WeightGuard};

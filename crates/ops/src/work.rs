@@ -111,7 +111,7 @@ pub(crate) enum Call {
     /// Any other elementwise operation.
     Elementwise { len: usize },
     /// Update of a weight by the optimizer, including the norm of the gradient.
-    AdamW { len: usize, dtype: ParamDtype, master: bool },
+    AdamW { len: usize, dtype: ParamDtype, master: bool, coded: bool },
 }
 
 /// Measured time of each operation, in seconds.
@@ -413,7 +413,7 @@ impl Call {
                 let (mut x, y) = (noise(1, measured), noise(1, measured));
                 Ok(len as f64 / measured as f64 * timed(|| cpu.add(&mut x, &y)))
             }
-            Self::AdamW { len, dtype, master } => adamw(len, dtype, master),
+            Self::AdamW { len, dtype, master, coded } => adamw(len, dtype, master, coded),
         }
     }
 }
@@ -574,7 +574,7 @@ fn decays(rows: usize, heads: DeltaHeads) -> Rows {
     Rows::on_cpu((0..rows * width).map(gate).collect(), rows, width)
 }
 
-fn adamw(len: usize, dtype: ParamDtype, master: bool) -> Result<f64> {
+fn adamw(len: usize, dtype: ParamDtype, master: bool, coded: bool) -> Result<f64> {
     let (cpu, measured) = (Device::Cpu.backend(), len.clamp(1, MEASURED_VALUES));
     let param = Param::new("weight", Part::Llm, &[measured], values(measured, dtype))?;
     let (grad, mut moments) = (noise(1, measured), Moments::default());
@@ -585,6 +585,8 @@ fn adamw(len: usize, dtype: ParamDtype, master: bool) -> Result<f64> {
         weight_decay: 0.0,
         grad_scale: 1.0,
         master,
+        random: !master,
+        eight_bits: coded,
         offload: false,
     };
     let mut failed = None;
@@ -769,8 +771,9 @@ mod tests {
             Call::Activation { len: 100, act: Activation::GeluTanh, back: false },
             Call::Activation { len: 100, act: Activation::GeluTanh, back: true },
             Call::Elementwise { len: 100 },
-            Call::AdamW { len: 100, dtype: ParamDtype::F32, master: false },
-            Call::AdamW { len: 100, dtype: ParamDtype::Bf16, master: true },
+            Call::AdamW { len: 100, dtype: ParamDtype::F32, master: false, coded: false },
+            Call::AdamW { len: 5000, dtype: ParamDtype::Bf16, master: false, coded: true },
+            Call::AdamW { len: 100, dtype: ParamDtype::Bf16, master: true, coded: false },
         ];
         for form in dtypes.map(Form::from) {
             all.push(Call::Linear { rows: 3, k: 64, n: 64, form, per_row: true });

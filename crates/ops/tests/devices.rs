@@ -1146,6 +1146,8 @@ fn the_optimizer() {
         weight_decay: 0.25,
         grad_scale: 0.5,
         master,
+        random: false,
+        eight_bits: false,
         offload,
     };
     for n in [1, 5, 33, 5000] {
@@ -1203,23 +1205,74 @@ fn the_optimizer() {
     }
 }
 
-/// The state is stored next to the weight on a GPU or in main memory, moves between devices, and gives the same bits everywhere;
-/// a bf16 weight is its master rounded to nearest even. (A GPU stores the lower neighbour of a master that is half-way between two
-/// weights and is rounded down. None of these 333 is.)
+/// A gradient in bf16 is rounded after each addition, on every device. A weight of few values keeps f32.
+#[test]
+fn gradients_in_bf16_are_rounded_after_each_addition() {
+    for device in [Device::Cpu, card()] {
+        let rounded = |x: &[f32]| -> Vec<f32> { x.iter().map(|&x| bf16::from_f32(x).to_f32()).collect() };
+        for n in [5000, 100] {
+            let rounded = |x: Vec<f32>| if n < 4096 { x } else { rounded(&x) };
+            let param = Param::new("w", Part::Llm, &[n], Values::F32(noise(n, 1))).unwrap();
+            param.set_trainable(true);
+            param.keep_grad_in_bf16(true);
+            assert!(param.grad().is_none() && param.take_grad().is_none());
+            let (first, second) = (noise(n, 2), noise(n, 3));
+            let rows = |x: &[f32]| Rows::upload(device, x.to_vec(), 1, n).unwrap();
+            param.reach(device);
+            param.with_grad(|grad| grad.unwrap().add(&rows(&first))).unwrap();
+            param.reach(device);
+            let want = rounded(first.clone());
+            assert_eq!(param.grad().unwrap(), want);
+            param.with_grad(|grad| grad.unwrap().add(&rows(&second))).unwrap();
+            let want = rounded(want.iter().zip(&second).map(|(a, b)| a + b).collect());
+            let squares = omnigrpo_ops::squares(&[&param], false)[0].unwrap().sum;
+            let exact: f64 = want.iter().map(|x| f64::from(*x).powi(2)).sum();
+            assert!((squares - exact).abs() < 1e-9 * exact, "{squares} for {exact}");
+            assert_eq!(param.grad().unwrap(), want);
+            let taken = param.take_grad().unwrap();
+            assert_eq!((taken.device(), taken.to_vec()), (device, want));
+            param.set_grad(Some(rows(&first))).unwrap();
+            param.clear_grad();
+            assert!(param.grad().is_none());
+        }
+    }
+    // On an outline, a weight takes 4 bytes for each value while something is added, and 2 after that.
+    let n = 10_000;
+    let params = [(); 4].map(|()| {
+        let param = Param::outline("w", Part::Llm, &[n], ParamDtype::Bf16);
+        param.set_trainable(true);
+        param.keep_grad_in_bf16(true);
+        param
+    });
+    let ((), seen) = footprint(|| params.iter().for_each(|param| param.reach(Device::Outline)));
+    assert_eq!(seen.of(Held::Gradients), (3 * 2 + 4 + 2) * n as u64);
+}
+
+/// The state is stored next to the weight on a GPU or in main memory, moves between devices, and gives the same bits everywhere, in
+/// few bits too; a bf16 weight is its master rounded to nearest even. (A GPU stores the lower neighbour of a master that is half-way
+/// between two weights and is rounded down. None of these is.)
 #[test]
 fn the_optimizers_state_moves() {
-    let n = 333;
+    for (n, master, few) in [(333, true, false), (5000, true, true), (5000, false, true)] {
+        the_state_moves(n, master, few);
+    }
+}
+
+fn the_state_moves(n: usize, master: bool, few: bool) {
     let step = |offload: bool| Step {
         lr: 1e-3,
         betas: [0.9, 0.99],
         eps: 1e-6,
         weight_decay: 0.1,
         grad_scale: 0.5,
-        master: true,
+        master,
+        random: few,
+        eight_bits: few,
         offload,
     };
     let run = |devices: &[(Device, bool)]| {
         let param = bf16_param("w", &[n], 1);
+        param.keep_grad_in_bf16(few);
         let mut moments = Moments::default();
         for (t, &(device, offload)) in devices.iter().enumerate() {
             param.reach(device);
@@ -1228,13 +1281,21 @@ fn the_optimizers_state_moves() {
             assert!(param.adamw(&mut moments, &step(offload)).unwrap());
             device.finish().unwrap();
         }
-        let master = moments.master(&param).into_owned();
-        let rounded = Values::F32(master.clone()).into_bf16();
-        let (Values::Bf16(rounded), Values::Bf16(weight)) = (rounded, param.values().unwrap()) else {
-            panic!()
-        };
-        assert_eq!(weight, rounded);
-        (moments.m().into_owned(), moments.v().into_owned(), master)
+        let own = moments.master(&param).into_owned();
+        let Values::Bf16(weight) = param.values().unwrap() else { panic!() };
+        if master {
+            let Values::Bf16(rounded) = Values::F32(own.clone()).into_bf16() else { panic!() };
+            assert_eq!(weight, rounded);
+        }
+        assert_eq!(own.is_empty(), !master);
+        if few {
+            let (m, v) = (moments.m().into_owned(), moments.v().into_owned());
+            let numbers = Numbers { m, v, master: own.clone() };
+            let again = Moments::new(moments.step, numbers, true);
+            assert_eq!((again.m(), again.v()), (moments.m(), moments.v()), "a state that was saved");
+            assert!(again.host_bytes() < 3 * n + if master { 4 * n } else { 0 });
+        }
+        (weight, moments.m().into_owned(), moments.v().into_owned(), own)
     };
     let [card, other] = [(); 2].map(|()| card());
     let cpu = run(&[(Device::Cpu, false); 4]);
@@ -1256,6 +1317,8 @@ fn the_optimizer_updates_a_range() {
         weight_decay: 0.1,
         grad_scale: 0.5,
         master: true,
+        random: false,
+        eight_bits: false,
         offload: true,
     };
     let card = card();
@@ -1297,6 +1360,8 @@ fn gradients_travel_during_the_pass() {
         weight_decay: 0.1,
         grad_scale: 0.25,
         master: true,
+        random: false,
+        eight_bits: false,
         offload,
     };
     let run = |offload: bool| {

@@ -310,6 +310,8 @@ fn optimizer(
         weight_decay: 0.0,
         grad_scale: 1.0,
         master: true,
+        random: false,
+        eight_bits: false,
         offload,
     };
     let all: Vec<&Param> = llm.iter().map(|param| &***param).collect();

@@ -2,10 +2,11 @@
 //! `plan` also predicts the time of a run: on the CPU from measured rates, and on a GPU from stated ones.
 
 use anyhow::Result;
-use omnigrpo_models::MediumShape;
+use omnigrpo_models::{MediumShape, WeightDtype};
 use omnigrpo_ops::{Device, Rates};
 use omnigrpo_text::Form;
 use omnigrpo_train::{
+    BytesEach, GradDtype, Optim,
     Divided, Forecast, Limit, Longest, Memory, Need, Objective, Offload, Phase, Prepared, RunPlan, Speed,
     StepTime, Variant, fits, room,
 };
@@ -543,6 +544,9 @@ fn reductions(s: &Settings, prepared: &Prepared, media: &[Flags]) -> Vec<Flags> 
     single.extend((completion >= 64).then(|| one("max_completion_length", completion / 2)));
     single.extend(s.algorithm.loss.needs_reference().then(|| one("beta", 0)));
     single.extend(peft.clone());
+    let small = small_state(s);
+    single.extend(small.clone());
+    let smallest: Vec<Flags> = small.last().cloned().into_iter().collect();
     if !quantised {
         single.extend(["load_in_8bit", "load_in_4bit"].map(adapted));
     }
@@ -551,6 +555,7 @@ fn reductions(s: &Settings, prepared: &Prepared, media: &[Flags]) -> Vec<Flags> 
     for parts in [
         &[&exact[..]][..],
         &[media, &exact],
+        &[&exact, &smallest],
         &[&exact, &peft],
         &[&exact, &peft, &few],
         &[media, &exact, &peft],
@@ -562,6 +567,22 @@ fn reductions(s: &Settings, prepared: &Prepared, media: &[Flags]) -> Vec<Flags> 
         }
     }
     all
+}
+
+/// Returns the flags with which a weight takes fewer bytes beside its value, in training of all weights: each form alone, and all.
+fn small_state(s: &Settings) -> Vec<Flags> {
+    if s.model.use_peft {
+        return Vec::new();
+    }
+    let mut each = Vec::new();
+    each.extend((s.optimizer.optim == Optim::AdamW).then(|| one("optim", "adamw_8bit")));
+    each.extend((s.optimizer.grad_dtype == GradDtype::Float32).then(|| one("grad_dtype", "bfloat16")));
+    let has_master = s.model.dtype != WeightDtype::Float32 && !s.optimizer.pure_bf16;
+    each.extend(has_master.then(|| [one("pure_bf16", true), one("stochastic_rounding", true)].concat()));
+    if each.len() > 1 {
+        each.push(each.concat());
+    }
+    each
 }
 
 /// Returns the flags that reduce the memory of a run and do not change its results, with `place` for the optimizer's state.
@@ -600,6 +621,9 @@ fn table(forecast: &Forecast, ways: &[Way], ranks: usize) -> String {
     let mut out = format!("memory of {whose}, with its longest rows, in {when}\n\n");
     let bars = Bars::new(memory, forecast.limit, PART);
     out.push_str(&bars.parts(memory, forecast.limit));
+    if ranks == 1 {
+        out.push_str(&of_each(memory.each));
+    }
     if let Some(main) = &forecast.need.main {
         out.push_str("\nits main memory\n\n");
         out.push_str(&Bars::new(main, forecast.main_limit, PART).parts(main, forecast.main_limit));
@@ -656,6 +680,19 @@ impl Bars {
             out.push_str(&self.line("moments and masters, on a disk", memory.disk, ""));
         }
         out
+    }
+}
+
+/// Returns a line with the bytes of a trained weight, or nothing if no weight is trained.
+fn of_each(each: BytesEach) -> String {
+    let BytesEach { value, gradient, moments, master } = each;
+    let whole = if value == 2 && master == 2 { "rest of its master" } else { "master" };
+    let parts = [(value, "for itself"), (gradient, "gradient"), (moments, "moments"), (master, whole)];
+    let parts: Vec<String> =
+        parts.iter().filter(|(bytes, _)| *bytes > 0).map(|(bytes, what)| format!("{bytes} {what}")).collect();
+    match each.total() {
+        0 => String::new(),
+        all => format!("{all} bytes a trained weight: {}\n", parts.join(", ")),
     }
 }
 

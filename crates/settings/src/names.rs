@@ -4,7 +4,7 @@ use omnigrpo_data::{Curriculum, QUESTION_TEMPLATES, QuestionTemplate};
 use omnigrpo_grpo::{AdvantageKind, Aggregation, CorrectionKind, Kl, RECIPES, RatioLevel, Recipe, recipe};
 use omnigrpo_models::{FrameRule, GgufPrecision, MissingAudio, Orientation, WeightDtype};
 use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, FormatMode};
-use omnigrpo_train::{GradientSum, Offload, ScheduleKind, Shard};
+use omnigrpo_train::{GradDtype, GradientSum, Offload, Optim, ScheduleKind, Shard};
 
 use crate::Backend;
 
@@ -176,6 +176,14 @@ listed!(Offload:
     "none" = Offload::None, "The device of the model.";
     "cpu" = Offload::Cpu, "Main memory. `true` means the same.";
     "file" = Offload::File, "Files on a disk (`nvme_path`), which are mapped into memory.";
+);
+listed!(Optim:
+    "adamw" = Optim::AdamW, "AdamW with moments in float32: 8 bytes a weight.";
+    "adamw_8bit" = Optim::AdamW8bit, "AdamW with moments in 8 bits, in blocks of 256: 2 bytes a weight.";
+);
+listed!(GradDtype:
+    "float32" = GradDtype::Float32, "4 bytes a weight.";
+    "bfloat16" = GradDtype::Bfloat16, "2 bytes a weight. Each micro-batch is added in float32 and rounded.";
 );
 listed!(Shard:
     "none" = Shard::None, "Every process has the complete state.";

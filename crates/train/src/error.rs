@@ -14,7 +14,7 @@ use crate::{
 };
 
 omnigrpo_guard::settings! {
-    struct AdamWConfig { LEARNING_RATE = learning_rate, MAX_GRAD_NORM = max_grad_norm, OFFLOAD = offload }
+    struct AdamWConfig { GRAD_DTYPE = grad_dtype, LEARNING_RATE = learning_rate, MAX_GRAD_NORM = max_grad_norm, OFFLOAD = offload }
     struct Algorithm {
         BETA = loss.beta, CORRECTION = loss.correction.kind, ENTROPY_COEF = loss.entropy_coef, LENGTH_BONUS = length_bonus,
         MICRO_BATCH = prompts_per_micro_batch, NUM_GENERATIONS = num_generations, RECOMPUTE = recompute,

@@ -66,9 +66,9 @@ pub use infer::{GeneratedBatch, Recorded, generate, generate_split, logprobs, sc
 pub use inputs::{described, digests};
 pub use lender::Models;
 pub use longest::Longest;
-pub use memory::{Memory, MemoryOf, MemoryPlan, Phase, ReferenceKept, Work, media_bytes, memory};
+pub use memory::{BytesEach, Memory, MemoryOf, MemoryPlan, Phase, ReferenceKept, Work, media_bytes, memory};
 pub use omnigrpo_rollout::MAX_LIVE;
-pub use optimizer::{AdamW, AdamWConfig, Moments, Offload, Update};
+pub use optimizer::{AdamW, AdamWConfig, GradDtype, Moments, Offload, Optim, Update};
 pub use plan::{
     CardPlan, Curves, EvalSchedule, EvalWhen, Objective, Observer, RecordPlan, ResumeFrom, ResumePlan,
     RowPlan, RunPlan, RunSummary, SavePlan, SaveWhen, SchedulePlan, Signals, SyncReference, TrainSetup,

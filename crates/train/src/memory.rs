@@ -148,6 +148,27 @@ pub struct Memory {
     pub disk: u64,
     /// Phase with the peak memory.
     pub peak: Phase,
+    /// Bytes of each value of the largest trained weight. They are zeros if nothing is trained.
+    pub each: BytesEach,
+}
+
+/// Bytes of a trained value in one place, without scales.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BytesEach {
+    /// The value.
+    pub value: u64,
+    pub gradient: u64,
+    /// Both moments.
+    pub moments: u64,
+    /// The master, or what it has more than the weight.
+    pub master: u64,
+}
+
+impl BytesEach {
+    /// Returns the sum.
+    pub fn total(&self) -> u64 {
+        self.value + self.gradient + self.moments + self.master
+    }
 }
 
 /// Phase of a step.
@@ -214,18 +235,28 @@ impl std::fmt::Display for Memory {
     }
 }
 
-/// Returns the bytes of the optimizer's state for a weight with `len` values: two moments in f32, and a master for a bf16 weight. A
-/// card stores only the half of the master that the weight lacks.
+/// Returns the bytes of the optimizer's state for a weight with `len` values: two moments, and a master for a bf16 weight. A card stores
+/// only the half of the master that the weight lacks.
 fn state_bytes(dtype: ParamDtype, len: u64, plan: &MemoryPlan) -> u64 {
-    let has_master = dtype == ParamDtype::Bf16 && !plan.optimizer.pure_bf16;
-    let each = match (plan.of, has_master) {
-        (MemoryOf::Card, _) if is_offloaded(plan) => 0,
-        (MemoryOf::BesideCard, _) if !is_offloaded(plan) => 0,
-        (MemoryOf::Card, true) => 10,
-        (MemoryOf::Host | MemoryOf::BesideCard, true) => 12,
-        (_, false) => 8,
+    let is_elsewhere = match plan.of {
+        MemoryOf::Card => is_offloaded(plan),
+        MemoryOf::BesideCard => !is_offloaded(plan),
+        MemoryOf::Host => false,
     };
-    (each * len).div_ceil(parts_of_state(plan))
+    if is_elsewhere {
+        return 0;
+    }
+    let moments = plan.optimizer.moment_bytes(len as usize) as u64;
+    (moments + master_bytes(dtype, plan) * len).div_ceil(parts_of_state(plan))
+}
+
+/// Returns the bytes of the master of a value, or of the half that the weight lacks.
+fn master_bytes(dtype: ParamDtype, plan: &MemoryPlan) -> u64 {
+    match plan.of {
+        _ if dtype != ParamDtype::Bf16 || plan.optimizer.pure_bf16 => 0,
+        MemoryOf::Card => 2,
+        MemoryOf::Host | MemoryOf::BesideCard => 4,
+    }
 }
 
 /// Returns the number of ranks among which the optimizer's state is divided.
@@ -313,6 +344,17 @@ pub fn memory(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
 /// Returns the parts that last from the first update to the end.
 fn lasting(model: &Model, plan: &MemoryPlan) -> Memory {
     let mut out = Memory::default();
+    if let Some(largest) = model.params().iter().filter(|p| p.trainable()).max_by_key(|p| p.len()) {
+        let (len, optimizer) = (largest.len().max(1), &plan.optimizer);
+        let has_state = state_bytes(largest.dtype(), len as u64, plan) > 0;
+        let each = |bytes: usize| (bytes / len) as u64;
+        out.each = BytesEach {
+            value: each(largest.num_bytes()),
+            gradient: each(optimizer.grad_bytes(len)),
+            moments: if has_state { each(optimizer.moment_bytes(len)) } else { 0 },
+            master: if has_state { master_bytes(largest.dtype(), plan) } else { 0 },
+        };
+    }
     let base = model.base_params().len();
     for (at, param) in model.params().iter().enumerate() {
         let (len, bytes) = (param.len() as u64, param.num_bytes() as u64);
@@ -377,6 +419,9 @@ fn measured(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
     if model.device() != Device::Outline {
         let device = model.device().to_string();
         return Err(TrainError::setting(DEVICE, &device, "expected Device::Outline".into()));
+    }
+    for param in model.params() {
+        param.keep_grad_in_bf16(plan.optimizer.grad_dtype == GradDtype::Bfloat16);
     }
     let mut out = lasting(model, plan);
     let parts = Parts::of(model, plan);

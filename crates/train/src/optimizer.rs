@@ -10,6 +10,9 @@
 //! bf16 weight and the 2 B that it lacks, so weight, gradient, moments and master take 16 B. With `offload` the card holds the
 //! weight and at most the gradient, 6 B, and the CPU applies the update. With [`Offload::File`] the moments and masters are in files
 //! that are mapped into memory; an update reads and writes 12 B per weight there.
+//!
+//! Three settings take less, and change results: [`Optim::AdamW8bit`] keeps the moments in 2 B, `stochastic_rounding` makes a master
+//! unnecessary, and [`GradDtype::Bfloat16`] keeps a gradient in 2 B. With all three, a bf16 weight takes 6 B with its state.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -19,9 +22,10 @@ use std::sync::Arc;
 
 use omnigrpo_models::{Decoder, Model};
 pub use omnigrpo_ops::Moments;
-use omnigrpo_ops::{Device, Numbers, Param, ParamDtype, Part, Squares, Step};
+use omnigrpo_kernels::moments::BLOCK;
+use omnigrpo_ops::{Device, LEAST_CODED, Numbers, Param, ParamDtype, Part, Squares, Step};
 
-use crate::error::{Result, TrainError};
+use crate::error::{GRAD_DTYPE, Result, TrainError};
 use crate::exchange::Exchange;
 use crate::selection::decayed_names;
 use crate::split::Split;
@@ -36,6 +40,25 @@ pub enum Offload {
     Cpu,
     /// Files that are mapped into main memory. The CPU then applies the updates.
     File,
+}
+
+/// Form of the moments.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub enum Optim {
+    /// f32.
+    #[default]
+    AdamW,
+    /// 8 bits in blocks of 256, for weights of at least 4,096 values ([`omnigrpo_kernels::moments`]). A checkpoint stores them in f32.
+    AdamW8bit,
+}
+
+/// Form in which a gradient is kept until the update.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub enum GradDtype {
+    #[default]
+    Float32,
+    /// bf16, rounded after each micro-batch, for weights of at least 4,096 values. Additions compute in f32, weight by weight.
+    Bfloat16,
 }
 
 /// Settings of the optimizer.
@@ -59,6 +82,13 @@ pub struct AdamWConfig {
     pub max_grad_norm: f64,
     /// True to update bf16 weights without an f32 master.
     pub pure_bf16: bool,
+    /// True to round bf16 weights without a master up or down at random, with the exact value as the mean. The random numbers follow
+    /// from the weight's name, the element and the number of the update.
+    pub stochastic_rounding: bool,
+    /// Form of the moments.
+    pub optim: Optim,
+    /// Form of the gradients.
+    pub grad_dtype: GradDtype,
     /// Place of the moments and masters.
     pub offload: Offload,
     /// Folder of the files of [`Offload::File`]. `None` is the directory of the run, or the system's folder for temporary files
@@ -80,9 +110,30 @@ impl Default for AdamWConfig {
             weight_decay: 0.0,
             max_grad_norm: 1.0,
             pure_bf16: false,
+            stochastic_rounding: false,
+            optim: Optim::AdamW,
+            grad_dtype: GradDtype::Float32,
             offload: Offload::None,
             offload_folder: None,
         }
+    }
+}
+
+impl AdamWConfig {
+    /// Returns whether the moments of a weight with `len` values have 8 bits.
+    fn codes(&self, len: usize) -> bool {
+        self.optim == Optim::AdamW8bit && len >= LEAST_CODED && self.offload != Offload::File
+    }
+
+    /// Returns the bytes of both moments of a weight with `len` values.
+    pub fn moment_bytes(&self, len: usize) -> usize {
+        if self.codes(len) { 2 * (len + 4 * len.div_ceil(BLOCK)) } else { 8 * len }
+    }
+
+    /// Returns the bytes of the gradient of a weight with `len` values.
+    pub fn grad_bytes(&self, len: usize) -> usize {
+        let is_narrow = self.grad_dtype == GradDtype::Bfloat16 && len >= LEAST_CODED;
+        if is_narrow { 2 * len } else { 4 * len }
     }
 }
 
@@ -124,6 +175,9 @@ impl AdamW {
                 (Arc::clone(p), lr.unwrap_or(config.learning_rate), decay)
             })
             .collect();
+        for (param, ..) in &params {
+            param.keep_grad_in_bf16(config.grad_dtype == GradDtype::Bfloat16);
+        }
         let exchange = Exchange::alone(params.iter().map(|(param, ..)| Arc::clone(param)).collect());
         let given = || config.offload_folder.clone().unwrap_or_else(std::env::temp_dir);
         let folder = (config.offload == Offload::File).then(|| given().into());
@@ -168,9 +222,18 @@ impl AdamW {
     }
 
     /// Divides the work and, if the settings request it, the state over ranks. `model` is the model of the weights.
-    #[must_use]
-    pub fn over(self, split: &Split, model: &Model) -> Self {
-        Self { exchange: self.exchange.over(split, model), ..self }
+    ///
+    /// # Errors
+    /// Returns an error if gradients are kept in bf16: sums over ranks and leaves are formed in f32.
+    pub fn over(self, split: &Split, model: &Model) -> Result<Self> {
+        if self.config.grad_dtype == GradDtype::Bfloat16 && !split.is_off() {
+            let what = format!(
+                "gradients that {} parts of an update sum up are in float32; expected float32, or one process",
+                split.num_leaves()
+            );
+            return Err(TrainError::setting(GRAD_DTYPE, "bfloat16", what));
+        }
+        Ok(Self { exchange: self.exchange.over(split, model), ..self })
     }
 
     /// Returns the exchange of gradients between the ranks.
@@ -230,6 +293,8 @@ impl AdamW {
                 weight_decay: *decay as f32,
                 grad_scale,
                 master: !c.pure_bf16,
+                random: c.stochastic_rounding,
+                eight_bits: c.optim == Optim::AdamW8bit,
                 offload,
             };
             let moments = match self.state.entry(param.name().to_owned()) {
@@ -357,13 +422,14 @@ impl AdamW {
             });
         };
         let part = self.exchange.own_part(weight);
+        let coded = self.config.codes(param.len());
         if part.len() == param.len() {
-            return Self::placed(self.folder.as_ref(), Moments::new(step, saved));
+            return Self::placed(self.folder.as_ref(), Moments::new(step, saved, coded));
         }
         let cut = |all: Vec<f32>| all.get(part.clone()).map(<[f32]>::to_vec).unwrap_or_default();
         let Numbers { m, v, master } = saved;
         let own = Numbers { m: cut(m), v: cut(v), master: cut(master) };
-        Self::placed(self.folder.as_ref(), Moments::new(step, own))
+        Self::placed(self.folder.as_ref(), Moments::new(step, own, coded))
     }
 
     /// Restores the states that [`Self::own_state`] returned, by the names of their weights.
@@ -377,7 +443,10 @@ impl AdamW {
 
     /// Returns the bytes of gradients, moments and masters if every trained weight has them.
     pub fn bytes(&self) -> usize {
-        let each = |p: &Param| p.len() * (12 + if self.has_master(p) { 4 } else { 0 });
+        let each = |p: &Param| {
+            let master = if self.has_master(p) { 4 * p.len() } else { 0 };
+            self.config.grad_bytes(p.len()) + self.config.moment_bytes(p.len()) + master
+        };
         self.params.iter().map(|(p, ..)| each(p)).sum()
     }
 }

@@ -88,16 +88,18 @@ fn holds_what_its_outline_says(family: &str, numbers_per_token: usize, numbers_p
     let rows: Vec<PreparedRow> =
         (0..3).map(|row| PreparedRow::new(&prompts, dataset.get(row).unwrap(), 0).unwrap()).collect();
     let rewards = build(&["random".to_owned()], &RewardOptions::default()).unwrap();
-    let optimizer = AdamWConfig::default();
+    let few = AdamWConfig { optim: Optim::AdamW8bit, grad_dtype: GradDtype::Bfloat16, ..AdamWConfig::default() };
     let lora = LoraConfig { rank: 8, dropout: 0.1, ..LoraConfig::default() };
 
     for (way, selection, adapted, recompute) in [
+        ("few bits", Selection::ALL, false, false),
         ("whole", Selection::ALL, false, false),
         ("whole, recomputed", Selection::ALL, false, true),
         ("adapters", Selection::NONE, true, false),
         ("adapters, recomputed", Selection::NONE, true, true),
     ] {
         let name = &format!("{family}, {way}");
+        let optimizer = if way == "few bits" { few.clone() } else { AdamWConfig::default() };
         let mut algorithm =
             Divided::from(Algorithm { num_generations: 6, recompute, ..Algorithm::default() });
         // Two streams, so that the second finds gradients.
@@ -163,8 +165,18 @@ fn holds_what_its_outline_says(family: &str, numbers_per_token: usize, numbers_p
 
         let bytes = |model: &Model| model.params().iter().map(|p| p.num_bytes() as u64).sum::<u64>();
         assert_eq!(told.weights + told.adapters, bytes(&model));
-        let trained: u64 = model.params().iter().filter(|p| p.trainable()).map(|p| p.len() as u64).sum();
-        assert_eq!(told.optimizer, 8 * trained);
+        let trained = || model.params().iter().filter(|p| p.trainable()).map(|p| p.len() as u64);
+        let all = trained().sum::<u64>();
+        match way {
+            "few bits" => {
+                // Two codes, and two scales of 4 bytes for 256 values; weights of few values have 8 bytes.
+                let small: u64 = trained().filter(|len| *len < 4096).sum();
+                let scales: u64 = trained().filter(|len| *len >= 4096).map(|len| 8 * len.div_ceil(256)).sum();
+                assert_eq!(told.optimizer, 2 * (all - small) + scales + 8 * small);
+                assert!(told.gradients < 3 * all, "{name}: {} for {all} weights", told.gradients);
+            }
+            _ => assert_eq!(told.optimizer, 8 * all),
+        }
         assert_eq!(told.reference, if adapted { 0 } else { told.weights });
         // Keys and values of each prompt once, and of all tokens of a completion but the last; states of all.
         let tokens: usize = rows.iter().map(|row| row.prompt.ids.len() + 6 * 99).sum();

@@ -531,6 +531,57 @@ fn resuming_with_bf16_weights_is_exact() {
     );
 }
 
+#[test]
+fn resuming_with_few_bits_is_exact() {
+    resume_is_exact(
+        &Place::new(),
+        |setup| {
+            setup.model =
+                omnigrpo_testkit::load(&checkpoint("qwen2_5_vl_tied_bf16"), WeightDtype::Auto).unwrap();
+            setup.optimizer = in_few_bits();
+        },
+        "8-bit moments, bf16 gradients and random rounding",
+    );
+}
+
+/// Returns settings with which a bf16 weight and its state take 6 bytes.
+fn in_few_bits() -> AdamWConfig {
+    AdamWConfig {
+        learning_rate: 1e-4,
+        pure_bf16: true,
+        stochastic_rounding: true,
+        optim: Optim::AdamW8bit,
+        grad_dtype: GradDtype::Bfloat16,
+        ..optimizer()
+    }
+}
+
+/// Updates that rounding to nearest would cancel move a weight in the mean, and two parts of an update refuse gradients in bf16.
+#[test]
+fn small_updates_count_with_random_rounding() {
+    const WEIGHT: &str = "model.embed_tokens.weight";
+    let place = Place::new();
+    let start = checkpoint("qwen2_5_vl_tied_bf16");
+    let before = tensors(&start.join("model.safetensors"))[WEIGHT].clone();
+    let train = |name: &str, optimizer: AdamWConfig| {
+        let mut setup = place.setup(name);
+        setup.model = omnigrpo_testkit::load(&start, WeightDtype::Auto).unwrap();
+        setup.optimizer = AdamWConfig { learning_rate: 1e-7, weight_decay: 0.0, ..optimizer };
+        run(setup).unwrap();
+        let after = tensors(&place.out(name).join("model.safetensors"))[WEIGHT].clone();
+        after.iter().zip(&before).filter(|(a, b)| a != b).count()
+    };
+    let nearest = train("nearest", AdamWConfig { stochastic_rounding: false, ..in_few_bits() });
+    let random = train("random", in_few_bits());
+    assert!(nearest * 10 < random, "{nearest} weights moved when rounded to nearest, {random} at random");
+
+    let mut setup = place.setup("parts");
+    setup.optimizer = in_few_bits();
+    setup.algorithm.split.settings.leaves = Some(2);
+    let error = told(&run(setup).unwrap_err());
+    assert!(error.contains("grad_dtype") && error.contains("bfloat16"), "{error}");
+}
+
 /// At a small rate a bf16 weight moves only through its f32 master.
 #[test]
 fn small_updates_of_bf16_weights_add_up_in_their_masters() {

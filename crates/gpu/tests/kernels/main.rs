@@ -12,13 +12,14 @@ use std::time::Duration;
 use half::bf16;
 use omnigrpo_gpu::launchers::elementwise;
 use omnigrpo_gpu::{
-    Affine, Array, CachedGroup, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks, Mixture, Onto, PAGE,
+    Affine, Array, CachedGroup, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks, Mixture, Moments, Onto, PAGE,
     Pattern, Place, Row, Sampling, Step, Transfers, Turn, Unfolding, Weight,
 };
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::attention::{AttentionLayout, Qkv, QueryRange, Shape};
 use omnigrpo_kernels::experts::{Choices, Groups};
-use omnigrpo_kernels::optim::AdamW;
+use omnigrpo_kernels::moments as codes;
+use omnigrpo_kernels::optim::{self, AdamW, Rounding};
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 use omnigrpo_kernels::{Mat, logprob, twin};
 
@@ -580,7 +581,7 @@ fn adamw_in_two_halves_is_adamw_in_f32() {
     for count in 1..=4 {
         let grad = noise(n, 10 + count);
         let step =
-            Step { lr: 0.01, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, grad_scale: 0.5, count };
+            Step { lr: 0.01, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, grad_scale: 0.5, count, random: None };
         let on_device = gpu.upload(&grad);
         gpu.adamw(&mut weight, Some(&mut rest), [&mut m, &mut v], &on_device, &step);
         gpu.adamw(&mut single, None, [&mut m2, &mut v2], &on_device, &step);
@@ -594,6 +595,72 @@ fn adamw_in_two_halves_is_adamw_in_f32() {
     assert!(error(&wide(&joined), &wide_weight) < 1e-6);
     let rounded: Vec<f32> = joined.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
     assert_eq!(weight.to_vec(), rounded);
+}
+
+/// Moments in 8 bits, and weights that are rounded at random, have the bits of the CPU in every form of the weight.
+#[test]
+fn updates_in_few_bits_are_those_of_the_cpu() {
+    let mut seen = [0; 256];
+    for (schedule, n) in [(0, 1), (1, 255), (2, 256), (1, 259), (0, 2_500)] {
+        let gpu = gpu(schedule);
+        let start = noise(n, 1);
+        let narrow: Vec<bf16> = start.iter().map(|&x| bf16::from_f32(x)).collect();
+        for (random, form) in [(None, "f32"), (None, "bf16"), (Some(0x9234_5678), "bf16"), (None, "rest")] {
+            let (mut weight, mut rest) = match form {
+                "f32" => (gpu.upload(&start), None),
+                "bf16" => (gpu.upload_bf16(&narrow), None),
+                _ => (gpu.upload_bf16(&narrow), Some(gpu.zeros(n, Dtype::Bf16))),
+            };
+            let mut single = gpu.upload_bf16(&narrow);
+            let (mut wide, mut host) = (start.clone(), narrow.clone());
+            let mut host_single = narrow.clone();
+            let mut master: Vec<f32> = narrow.iter().map(|x| x.to_f32()).collect();
+            let zeros = codes::Codes::zeros(n);
+            let [mut m, mut v] = [(); 2].map(|()| gpu.upload_codes(&zeros.codes, &zeros.scales));
+            let [mut host_m, mut host_v] = [zeros.clone(), zeros];
+            let [mut m2, mut v2] = [(); 2].map(|()| gpu.zeros(n, Dtype::F32));
+            let [mut host_m2, mut host_v2] = [vec![0.0; n], vec![0.0; n]];
+            for count in 1..=4 {
+                // Numbers of many sizes, and some zeros.
+                let grad: Vec<f32> = noise(n, 10 + count).iter().map(|x| x.powi(9) * f32::from(*x > -0.7)).collect();
+                let step = Step { lr: 0.01, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, grad_scale: 0.5, count, random };
+                let on_device = gpu.upload(&grad);
+                gpu.adamw(&mut weight, rest.as_mut(), Moments::Codes([&mut m, &mut v]), &on_device, &step);
+                gpu.adamw(&mut single, None, [&mut m2, &mut v2], &on_device, &step);
+                let Step { lr, betas, eps, weight_decay, grad_scale, .. } = step;
+                let by = AdamW { lr, betas, eps, weight_decay, grad_scale, step: count };
+                let rounding = random.map_or(Rounding::Nearest, |key| Rounding::Random { key, first: 0 });
+                let moments = optim::Moments::Codes([&mut host_m, &mut host_v].map(|x| x.get_mut(0..n)));
+                match form {
+                    "f32" => optim::adamw(&grad, &by, &mut wide, moments),
+                    "bf16" => optim::adamw(&grad, &by, optim::Weight::Bf16(&mut host, rounding), moments),
+                    _ => optim::adamw(&grad, &by, optim::Weight::Master(&mut host, &mut master), moments),
+                }
+                optim::adamw(&grad, &by, optim::Weight::Bf16(&mut host_single, rounding), [&mut host_m2, &mut host_v2]);
+            }
+            gpu.check().unwrap();
+            let what = format!("{n} values, {form}, {random:?}");
+            for (got, want) in [(&m, &host_m), (&v, &host_v)] {
+                let (codes, scales) = got.read();
+                assert_eq!((&codes[..n], &scales), (&want.codes[..], &want.scales), "{what}");
+                assert!(codes[n..].iter().all(|code| *code == 0));
+                codes.iter().for_each(|&code| seen[usize::from(code)] += 1);
+            }
+            match (form, &rest) {
+                ("f32", _) => assert_eq!(weight.to_vec(), wide, "{what}"),
+                (_, Some(rest)) => {
+                    // A tie that is rounded down has no rest of its own.
+                    let joined = gpu.join_master(&weight, rest);
+                    let far = joined.iter().zip(&master).filter(|(a, b)| a.to_bits().abs_diff(b.to_bits()) > 1).count();
+                    assert_eq!(far, 0, "{what}");
+                }
+                _ => assert_eq!(weight.to_bf16(), host, "{what}"),
+            }
+            assert_eq!(single.to_bf16(), host_single, "{what}");
+        }
+    }
+    let unseen = seen.iter().filter(|count| **count == 0).count();
+    assert!(unseen < 40, "{unseen} codes did not occur");
 }
 
 /// Every kind of lower half below even and odd upper halves: the weight is rounded to nearest even as on the CPU, and
@@ -615,7 +682,7 @@ fn masters_round_to_even() {
     let (mut weight, mut rest) = gpu.split_master(&master);
     let [mut m, mut v] = [(); 2].map(|()| gpu.zeros(master.len(), Dtype::F32));
     let zeros = gpu.zeros(master.len(), Dtype::F32);
-    let step = Step { lr: 0.0, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.0, grad_scale: 1.0, count: 1 };
+    let step = Step { lr: 0.0, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.0, grad_scale: 1.0, count: 1, random: None };
     for _ in 0..2 {
         let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&gpu.join_master(&weight, &rest)), bits(&kept));
@@ -633,7 +700,7 @@ fn a_step_to_a_tie_rounds_to_even() {
     let gpu = gpu(0);
     let (mut weight, mut rest) = gpu.split_master(&[348.0, 356.0]);
     let [mut m, mut v, grad] = [(); 3].map(|()| gpu.zeros(2, Dtype::F32));
-    let step = Step { lr: 1.0, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.25, grad_scale: 1.0, count: 1 };
+    let step = Step { lr: 1.0, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.25, grad_scale: 1.0, count: 1, random: None };
     gpu.adamw(&mut weight, Some(&mut rest), [&mut m, &mut v], &grad, &step);
     gpu.check().unwrap();
     assert_eq!(weight.to_vec(), [260.0, 268.0]);

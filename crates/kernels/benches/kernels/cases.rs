@@ -12,7 +12,8 @@ use omnigrpo_kernels::dropout::{self, Mask};
 use omnigrpo_kernels::experts::{self, Groups};
 use omnigrpo_kernels::linear::{self, Gradient, Layer};
 use omnigrpo_kernels::logprob::{Head, Statistics, Targets};
-use omnigrpo_kernels::optim::AdamW;
+use omnigrpo_kernels::moments::{Codes, Form};
+use omnigrpo_kernels::optim::{AdamW, Rounding};
 use omnigrpo_kernels::paths::Path;
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 use omnigrpo_kernels::recurrent::{self, CHUNK, Continued, DeltaShape, Segments};
@@ -370,14 +371,26 @@ fn row_cases(all: &mut Vec<Case>) {
         let mut v = vec![1e-3; n];
         let by =
             AdamW { lr: 1e-6, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0, grad_scale: 1.0, step: 1 };
-        move || optim::adamw(&g, &by, &mut w, &mut m, &mut v)
+        move || optim::adamw(&g, &by, &mut w, [&mut m, &mut v])
     }));
     all.push(case("adamw of bf16 weights 8Mi", Amount::Bytes((30 * n) as f64), move || {
         let [mut master, mut m, g] = [1, 2, 3].map(|seed| noise(n, seed));
         let (mut v, mut w) = (vec![1e-3; n], vec![bf16::ZERO; n]);
         let by =
             AdamW { lr: 1e-6, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0, grad_scale: 1.0, step: 1 };
-        move || optim::adamw_bf16(&g, &by, &mut w, Some(&mut master), &mut m, &mut v)
+        move || optim::adamw(&g, &by, optim::Weight::Master(&mut w, &mut master), [&mut m, &mut v])
+    }));
+    all.push(case("adamw of bf16 weights, 8-bit moments 8Mi", Amount::Bytes((12 * n) as f64), move || {
+        let [m, g] = [2, 3].map(|seed| noise(n, seed));
+        let v: Vec<f32> = m.iter().map(|m| m * m).collect();
+        let (mut m, mut v) = (Codes::encode(&m, Form::Signed), Codes::encode(&v, Form::Unsigned));
+        let mut w = vec![bf16::ONE; n];
+        let by =
+            AdamW { lr: 1e-6, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0, grad_scale: 1.0, step: 1 };
+        move || {
+            let moments = optim::Moments::Codes([&mut m, &mut v].map(|x| x.get_mut(0..n)));
+            optim::adamw(&g, &by, optim::Weight::Bf16(&mut w, Rounding::random("w", 1)), moments);
+        }
     }));
     all.push(case("gradient norm 8Mi", Amount::Bytes((4 * n) as f64), move || {
         let g = noise(n, 3);

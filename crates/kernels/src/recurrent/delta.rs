@@ -267,17 +267,21 @@ fn dot<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> f32 {
     simd.reduce_sum_f32s(simd.add_f32s(simd.add_f32s(acc[0], acc[1]), simd.add_f32s(acc[2], acc[3])))
 }
 
-/// Writes the decays `L[t, ..]` of row `t`. Those of later rows are zero.
+/// Writes the decays `L[t, ..]` of row `t`, and returns the number of columns in complete vectors that contain those of rows up to `t`.
+/// Of the others in these vectors, decays are zero.
 #[inline(always)]
-fn decay_row<S: Simd>(simd: S, to: &mut [f32], sum: &[f64; CHUNK], t: usize) {
-    for s in 0..to.len() {
-        // The exponential of minus infinity is zero.
-        to[s] = if s <= t { (sum[t] - sum[s]) as f32 } else { f32::NEG_INFINITY };
-    }
-    for i in (0..to.len()).step_by(S::F32_LANES) {
+fn decay_row<S: Simd>(simd: S, to: &mut [f32], sum: &[f64; CHUNK], t: usize) -> usize {
+    let end = (t + 1).next_multiple_of(S::F32_LANES).min(to.len());
+    let (own, later) = to[..end].split_at_mut(t + 1);
+    let last = sum[t];
+    own.iter_mut().zip(sum).for_each(|(to, sum)| *to = (last - sum) as f32);
+    // The exponential of minus infinity is zero.
+    later.fill(f32::NEG_INFINITY);
+    for i in (0..end).step_by(S::F32_LANES) {
         let e = exp(simd, load(simd, to, i));
         store(simd, to, i, e);
     }
+    end
 }
 
 simd_fn! {
@@ -288,10 +292,12 @@ simd_fn! {
         for t in 0..c {
             let row = t * c..(t + 1) * c;
             let decays = &mut decays[..c];
-            decay_row(simd, decays, &by.sum, t);
+            let end = decay_row(simd, decays, &by.sum, t);
             let (m, n, qk, kk) = (&mut m[row.clone()], &mut n[row.clone()], &qk[row.clone()], &kk[row]);
             let minus = simd.splat_f32s(-by.beta[t]);
-            for i in (0..c).step_by(S::F32_LANES) {
+            m[end..].fill(0.0);
+            n[end..].fill(0.0);
+            for i in (0..end).step_by(S::F32_LANES) {
                 let l = load(simd, decays, i);
                 store(simd, m, i, simd.mul_f32s(l, load(simd, qk, i)));
                 store(simd, n, i, simd.mul_f32s(simd.mul_f32s(l, minus), load(simd, kk, i)));
@@ -697,12 +703,14 @@ simd_fn! {
         for t in 0..c {
             let row = t * c..(t + 1) * c;
             let decays = &mut decays[..c];
-            decay_row(simd, decays, &by.sum, t);
+            let end = decay_row(simd, decays, &by.sum, t);
             let (dm, da, qk, kk) = (&mut dm[row.clone()], &mut da[row.clone()], &qk[row.clone()], &kk[row]);
             da[t] = 0.0;
+            dm[end..].fill(0.0);
+            da[end..].fill(0.0);
             let (minus, beta) = (simd.splat_f32s(-1.0), simd.splat_f32s(by.beta[t]));
             let [mut along, mut own] = [simd.splat_f32s(0.0); 2];
-            for i in (0..c).step_by(S::F32_LANES) {
+            for i in (0..end).step_by(S::F32_LANES) {
                 let l = load(simd, decays, i);
                 let dm_l = simd.mul_f32s(load(simd, dm, i), l);
                 let da_l = simd.mul_f32s(simd.mul_f32s(load(simd, da, i), minus), l);

@@ -12,7 +12,8 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use omnigrpo_kernels::optim::{AdamW, adamw, adamw_bf16};
+use omnigrpo_kernels::moments::{Codes, Form};
+use omnigrpo_kernels::optim::{self, AdamW, Rounding, Weight, adamw};
 
 use self::state_file::StateFile;
 use crate::device::Device;
@@ -57,8 +58,17 @@ const PIECE: usize = 1 << 20;
 #[derive(Debug)]
 enum OnHost {
     Memory(Numbers),
+    /// Both moments in 8 bits, and the master.
+    Codes([Codes; 2], Vec<f32>),
     File(StateFile),
 }
+
+/// Forms of first and second moment in 8 bits.
+const FORMS: [Form; 2] = [Form::Signed, Form::Unsigned];
+
+/// Weights with fewer values have moments in f32: they take little memory, and norms and biases are sensitive. Ranks cut weights at
+/// multiples of this, so the form does not depend on their number.
+pub const LEAST_CODED: usize = 4096;
 
 impl Default for OnHost {
     fn default() -> Self {
@@ -67,19 +77,75 @@ impl Default for OnHost {
 }
 
 impl OnHost {
-    /// Returns first moment, second moment and master.
-    fn arrays(&self) -> [&[f32]; 3] {
+    /// Returns the number of values.
+    fn len(&self) -> usize {
         match self {
-            Self::Memory(Numbers { m, v, master }) => [m, v, master],
-            Self::File(file) => file.arrays(),
+            Self::Memory(numbers) => numbers.m.len(),
+            Self::Codes([m, _], _) => m.codes.len(),
+            Self::File(file) => file.arrays()[0].len(),
+        }
+    }
+
+    /// Returns first moment (0), second moment (1) or master (2).
+    fn array(&self, array: usize) -> Cow<'_, [f32]> {
+        match self {
+            Self::Memory(Numbers { m, v, master }) => [m, v, master][array].into(),
+            Self::Codes(_, master) if array == 2 => master.into(),
+            Self::Codes(moments, _) => moments[array].decode(FORMS[array]).into(),
+            Self::File(file) => file.arrays()[array].into(),
+        }
+    }
+
+    /// Converts the moments to 8 bits or to f32. In files, they are in f32.
+    fn in_form(self, coded: bool) -> Self {
+        match (self, coded) {
+            (Self::Memory(Numbers { m, v, master }), true) => {
+                let m = Codes::encode(&m, FORMS[0]);
+                Self::Codes([m, Codes::encode(&v, FORMS[1])], master)
+            }
+            (codes @ Self::Codes(..), false) => Self::Memory(codes.numbers()),
+            (kept, _) => kept,
+        }
+    }
+
+    /// Converts the state to the form for saving.
+    fn numbers(self) -> Numbers {
+        match self {
+            Self::Memory(numbers) => numbers,
+            other => {
+                let [m, v, master] = [0, 1, 2].map(|array| other.array(array).into_owned());
+                Numbers { m, v, master }
+            }
+        }
+    }
+}
+
+/// The state of a weight in main memory, for an update by the CPU.
+pub(crate) struct HostState<'a> {
+    pub moments: HostMoments<'a>,
+    /// Empty without a master.
+    pub master: &'a mut [f32],
+}
+
+pub(crate) enum HostMoments<'a> {
+    F32([&'a mut [f32]; 2]),
+    Codes(&'a mut [Codes; 2]),
+}
+
+impl HostMoments<'_> {
+    /// Returns a range of both moments.
+    fn part(&mut self, range: &Range<usize>) -> optim::Moments<'_> {
+        match self {
+            Self::F32(each) => each.each_mut().map(|x| &mut x[range.clone()]).into(),
+            Self::Codes(each) => optim::Moments::Codes(each.each_mut().map(|x| x.get_mut(range.clone()))),
         }
     }
 }
 
 impl Moments {
-    /// Restores the state after `step` updates.
-    pub fn new(step: u64, numbers: Numbers) -> Self {
-        Self { step, host: OnHost::Memory(numbers), ..Self::default() }
+    /// Restores the state after `step` updates, with moments in 8 bits if `coded`.
+    pub fn new(step: u64, numbers: Numbers, coded: bool) -> Self {
+        Self { step, host: OnHost::Memory(numbers).in_form(coded), ..Self::default() }
     }
 
     /// Stores the arrays that the CPU updates in a file of this folder, and not in main memory.
@@ -121,17 +187,18 @@ impl Moments {
 
     /// Returns the first moment.
     pub fn m(&self) -> Cow<'_, [f32]> {
-        match &self.card {
-            Some(state) => state.m.to_vec().into(),
-            None => self.host.arrays()[0].into(),
-        }
+        self.moment(0)
     }
 
     /// Returns the second moment.
     pub fn v(&self) -> Cow<'_, [f32]> {
+        self.moment(1)
+    }
+
+    fn moment(&self, which: usize) -> Cow<'_, [f32]> {
         match &self.card {
-            Some(state) => state.v.to_vec().into(),
-            None => self.host.arrays()[1].into(),
+            Some(state) => state.moment(which).into(),
+            None => self.host.array(which),
         }
     }
 
@@ -139,14 +206,14 @@ impl Moments {
     pub fn master(&self, param: &Param) -> Cow<'_, [f32]> {
         match &self.card {
             Some(state) => state.master(param).into(),
-            None => self.host.arrays()[2].into(),
+            None => self.host.array(2),
         }
     }
 
     pub fn has_master(&self) -> bool {
         match &self.card {
             Some(state) => state.rest.is_some(),
-            None => !self.host.arrays()[2].is_empty(),
+            None => !self.host.array(2).is_empty(),
         }
     }
 
@@ -154,33 +221,48 @@ impl Moments {
     pub fn host_bytes(&self) -> usize {
         match &self.host {
             OnHost::Memory(Numbers { m, v, master }) => 4 * (m.len() + v.len() + master.len()),
+            OnHost::Codes(moments, master) => {
+                moments.iter().map(Codes::num_bytes).sum::<usize>() + 4 * master.len()
+            }
             OnHost::File(_) => 0,
         }
     }
 
-    /// Returns first moment, second moment and master for an update of the values `range` by the CPU. Fetches them from the GPU if
-    /// the state is on one. New moments are zeros, and a new master is a copy of the weight. Without a master, its array is empty.
+    /// Returns the state for an update of the values `range` by the CPU, with moments in 8 bits if `coded`. Fetches it from the GPU if it
+    /// is on one. New moments are zeros, and a new master is a copy of the weight. In files, moments are in f32.
     pub(crate) fn on_host(
         &mut self,
         param: &Param,
         range: Range<usize>,
         with_master: bool,
-    ) -> Result<[&mut [f32]; 3]> {
+        coded: bool,
+    ) -> Result<HostState<'_>> {
         if let Some(numbers) = self.card.as_ref().map(|state| state.numbers(param)) {
             self.store(numbers)?;
             self.card = None;
         }
-        if let (Some(folder), [[], ..]) = (&self.folder, self.host.arrays()) {
+        if let (Some(folder), 0) = (&self.folder, self.host.len()) {
             self.host = OnHost::File(StateFile::new(folder, range.len(), with_master)?);
         }
+        self.host = std::mem::take(&mut self.host).in_form(coded);
+        let begin = |master: &mut Vec<f32>| {
+            if with_master && master.is_empty() {
+                *master = param.f32_of(range.clone());
+            }
+        };
         Ok(match &mut self.host {
             OnHost::Memory(Numbers { m, v, master }) => {
                 m.resize(range.len(), 0.0);
                 v.resize(range.len(), 0.0);
-                if with_master && master.is_empty() {
-                    *master = param.f32_of(range);
+                begin(master);
+                HostState { moments: HostMoments::F32([m, v]), master }
+            }
+            OnHost::Codes(moments, master) => {
+                if moments[0].codes.is_empty() {
+                    *moments = [(); 2].map(|()| Codes::zeros(range.len()));
                 }
-                [m, v, master]
+                begin(master);
+                HostState { moments: HostMoments::Codes(moments), master }
             }
             OnHost::File(file) => {
                 let is_new = with_master && !std::mem::replace(&mut file.has_master, with_master);
@@ -190,21 +272,15 @@ impl Moments {
                 {
                     part.copy_from_slice(&param.f32_of(at..at + part.len()));
                 }
-                [m, v, if with_master { master } else { &mut [] }]
+                let master = if with_master { master } else { &mut [] };
+                HostState { moments: HostMoments::F32([m, v]), master }
             }
         })
     }
 
     /// Removes and returns the state, for an update on a GPU.
     pub(crate) fn take(&mut self) -> (Option<gpu::State>, Numbers) {
-        let numbers = match std::mem::take(&mut self.host) {
-            OnHost::Memory(numbers) => numbers,
-            OnHost::File(file) => {
-                let [m, v, master] = file.arrays().map(<[f32]>::to_vec);
-                Numbers { m, v, master }
-            }
-        };
-        (self.card.take(), numbers)
+        (self.card.take(), std::mem::take(&mut self.host).numbers())
     }
 
     /// Stores the state after an update on a GPU.
@@ -228,6 +304,11 @@ pub struct Step {
     pub grad_scale: f32,
     /// True if bf16 weights are updated through an f32 master.
     pub master: bool,
+    /// True to round bf16 weights without a master at random, so that small updates count in the mean. The random numbers follow from
+    /// the name of the weight and the number of its update.
+    pub random: bool,
+    /// True to keep moments in 8 bits, for weights of at least [`LEAST_CODED`] values; see [`omnigrpo_kernels::moments`].
+    pub eight_bits: bool,
     /// True if main memory stores the state of weights on a GPU. The CPU then updates them: the gradient is copied to main memory
     /// and the weight back.
     pub offload: bool,
@@ -238,6 +319,21 @@ impl Step {
     pub(crate) fn kernel(&self, step: u64) -> AdamW {
         let Self { lr, betas, eps, weight_decay, grad_scale, .. } = *self;
         AdamW { lr, betas, eps, weight_decay, grad_scale, step }
+    }
+
+    /// Returns whether a weight has an f32 master.
+    pub(crate) fn has_master(&self, param: &Param) -> bool {
+        self.master && param.dtype() == ParamDtype::Bf16
+    }
+
+    /// Returns whether a weight has moments in 8 bits.
+    pub(crate) fn is_coded(&self, param: &Param) -> bool {
+        self.eight_bits && param.len() >= LEAST_CODED
+    }
+
+    /// Returns how update number `step` of a weight without a master is rounded.
+    pub(crate) fn rounding(&self, param: &Param, step: u64) -> Rounding {
+        if self.random { Rounding::random(param.name(), step) } else { Rounding::Nearest }
     }
 }
 
@@ -253,7 +349,8 @@ pub struct Squares {
 /// Returns the sum of squares of each weight's gradient, or `None` for a weight without a gradient. Waits once for a GPU. With
 /// `offload`, gradients on a GPU then start to travel to main memory.
 pub fn squares(params: &[&Param], offload: bool) -> Vec<Option<Squares>> {
-    let mut all: Vec<Option<Squares>> = params.iter().map(|param| param.squares_if_sent()).collect();
+    let known = |param: &&Param| param.squares_if_sent().or_else(|| param.squares_if_narrow());
+    let mut all: Vec<Option<Squares>> = params.iter().map(known).collect();
     let here: Vec<(usize, Rows)> = (params.iter().enumerate())
         .filter(|(at, _)| all[*at].is_none())
         .filter_map(|(at, param)| Some((at, param.with_grad(|grad| grad.cloned())?)))
@@ -306,18 +403,18 @@ impl Param {
             return Err(Error::Weight { name: self.name().to_owned(), what });
         }
         let by = step.kernel(moments.step);
-        let has_master = step.master && self.dtype() == ParamDtype::Bf16;
-        let [m, v, master] = moments.on_host(self, range.clone(), has_master)?;
+        let (has_master, rounding) = (step.has_master(self), step.rounding(self, moments.step));
+        let HostState { mut moments, master } =
+            moments.on_host(self, range.clone(), has_master, step.is_coded(self))?;
         let first = range.start;
-        self.rewrite(range, |part, values| {
-            let part = part.start - first..part.end - first;
-            let (grad, [m, v]) = (&grad[part.clone()], [&mut *m, &mut *v].map(|x| &mut x[part.clone()]));
-            match values {
-                ValuesMut::F32(weight) => adamw(grad, &by, weight, m, v),
-                ValuesMut::Bf16(weight) => {
-                    adamw_bf16(grad, &by, weight, has_master.then(|| &mut master[part]), m, v);
-                }
-            }
+        self.rewrite(range, |whole, values| {
+            let part = whole.start - first..whole.end - first;
+            let weight = match values {
+                ValuesMut::F32(weight) => Weight::F32(weight),
+                ValuesMut::Bf16(weight) if has_master => Weight::Master(weight, &mut master[part.clone()]),
+                ValuesMut::Bf16(weight) => Weight::Bf16(weight, rounding.after(whole.start)),
+            };
+            adamw(&grad[part.clone()], &by, weight, moments.part(&part));
         })
     }
 }

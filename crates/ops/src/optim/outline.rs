@@ -11,7 +11,8 @@ impl OptimOps for Outline {
     }
 
     fn adamw(&self, param: &Param, _: &Rows, _: &mut Moments, step: &Step) -> Result<()> {
-        note(|| Call::AdamW { len: param.len(), dtype: param.dtype(), master: step.master });
+        let coded = step.is_coded(param);
+        note(|| Call::AdamW { len: param.len(), dtype: param.dtype(), master: step.master, coded });
         Ok(())
     }
 }

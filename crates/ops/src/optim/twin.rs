@@ -11,13 +11,17 @@ impl OptimOps for Twin {
         x.twin().iter().map(|x| x * x).sum()
     }
 
-    /// Computes the update in f64, and rounds it to the f32 of the weight and the moments.
+    /// Computes the update in f64, and rounds it to the f32 of the weight and the moments, which have no other form here.
     fn adamw(&self, param: &Param, grad: &Rows, moments: &mut Moments, step: &Step) -> Result<()> {
         let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
         let round = |x: &[f64]| x.iter().map(|&x| x as f32).collect::<Vec<_>>();
         let keeps = step.master && param.dtype() != ParamDtype::F32;
         let by = step.kernel(moments.step).wide();
-        let [m, v, master] = moments.on_host(param, 0..param.len(), keeps)?;
+        let HostState { moments: HostMoments::F32([m, v]), master } =
+            moments.on_host(param, 0..param.len(), keeps, false)?
+        else {
+            return Ok(());
+        };
         let mut weight = if keeps { wide(master) } else { values(param) };
         let (mut wide_m, mut wide_v) = (wide(m), wide(v));
         twin::adamw(grad.twin(), &by, &mut weight, &mut wide_m, &mut wide_v);

@@ -7,14 +7,16 @@ use crate::adapter::Adapter;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::gpu::Sent;
-use crate::optim::Squares;
+use crate::optim::{LEAST_CODED, Squares};
 use crate::outline::{Held, holding};
 use crate::param::Param;
-use crate::rows::Rows;
+use crate::rows::{Narrow, Rows};
 
-/// The way of a gradient from a GPU to main memory.
+/// Where a gradient is while no pass adds to it: in bf16, or on the way from a GPU to main memory.
 #[derive(Debug, Default)]
 struct Travel {
+    /// Gradient in bf16. The weight has no other gradient then.
+    narrow: Option<Narrow>,
     /// True if the next gradient is the last of this step, so that it can be sent.
     is_last: bool,
     /// Gradient that was sent. The weight has no other gradient then.
@@ -30,6 +32,8 @@ pub(super) struct Trained {
     /// Gradient `[1, len]` in the device's compute dtype, whatever the dtype of the weight. It is `None` until a gradient reaches
     /// the weight.
     grad: Mutex<Option<Rows>>,
+    /// True to keep the gradient in bf16 between two additions.
+    in_bf16: AtomicBool,
     travel: Mutex<Travel>,
     linear: AtomicBool,
     experts: AtomicBool,
@@ -45,6 +49,11 @@ impl Param {
     /// Makes the weight trainable, or freezes it.
     pub fn set_trainable(&self, on: bool) {
         self.trained.trainable.store(on, Ordering::Relaxed);
+    }
+
+    /// Keeps the gradient in bf16, rounded to nearest even after each addition, which computes in f32. Weights of few values keep f32.
+    pub fn keep_grad_in_bf16(&self, on: bool) {
+        self.trained.in_bf16.store(on && self.len() >= LEAST_CODED, Ordering::Relaxed);
     }
 
     /// Returns whether this is the weight `[n, k]` of a linear layer, which can have an adapter.
@@ -105,10 +114,16 @@ impl Param {
         })
     }
 
-    /// Locks the gradient. One that was sent to main memory arrives there first.
+    /// Locks the gradient in f32. One that was sent to main memory arrives there first.
     fn lock_grad(&self) -> MutexGuard<'_, Option<Rows>> {
         let mut grad = self.trained.grad.lock().unwrap_or_else(PoisonError::into_inner);
-        let sent = self.travel().sent.take();
+        let (narrow, sent) = {
+            let mut travel = self.travel();
+            (travel.narrow.take(), travel.sent.take())
+        };
+        if let Some(narrow) = narrow {
+            *grad = Some(holding(Held::Gradients, || narrow.wide()));
+        }
         if let Some(sent) = sent {
             let arrived = match sent.wait(self.len()) {
                 Some(values) => Rows::from_vec(values, 1, self.len()).ok(),
@@ -117,6 +132,15 @@ impl Param {
             *grad = arrived;
         }
         grad
+    }
+
+    /// Stores a gradient in bf16 if the weight keeps it so.
+    fn narrow(&self, grad: &mut Option<Rows>) {
+        if self.trained.in_bf16.load(Ordering::Relaxed)
+            && let Some(rows) = grad.take()
+        {
+            self.travel().narrow = Some(holding(Held::Gradients, || Narrow::of(rows)));
+        }
     }
 
     fn travel(&self) -> MutexGuard<'_, Travel> {
@@ -131,7 +155,10 @@ impl Param {
 
     /// Sends a gradient on a GPU to main memory. `squares` is the sum of its squares if it is known.
     pub(crate) fn send_grad(&self, squares: Option<f64>) {
-        self.send(&mut self.trained.grad.lock().unwrap_or_else(PoisonError::into_inner), squares);
+        let is_sent = self.travel().sent.is_some();
+        if !is_sent {
+            self.send(&mut self.lock_grad(), squares);
+        }
     }
 
     fn send(&self, grad: &mut Option<Rows>, squares: Option<f64>) {
@@ -149,6 +176,13 @@ impl Param {
         let mut travel = self.travel();
         travel.is_last = false;
         travel.sent.as_mut().map(Sent::squares)
+    }
+
+    /// Returns the sum of squares of a gradient that is stored in bf16.
+    pub(crate) fn squares_if_narrow(&self) -> Option<Squares> {
+        let travel = self.travel();
+        let rows = travel.narrow.as_ref()?.wide();
+        Some(Squares { device: rows.device(), sum: rows.sum_of_squares() })
     }
 
     /// Returns the place of the gradient in the order in which gradients were sent to main memory, or 0 if it was not sent.
@@ -169,7 +203,11 @@ impl Param {
 
     /// Creates a gradient of zeros if the weight has none. Does nothing for a frozen weight.
     pub fn reach(&self, device: Device) {
-        if self.travel().sent.is_none() {
+        let is_stored = {
+            let travel = self.travel();
+            travel.sent.is_some() || travel.narrow.is_some()
+        };
+        if !is_stored {
             drop(self.gradient(device));
         }
     }
@@ -177,7 +215,10 @@ impl Param {
     /// Runs `f` on the gradient `[1, len]`, or on `None` if no gradient has reached this weight since
     /// [`Self::clear_grad`].
     pub fn with_grad<R>(&self, f: impl FnOnce(Option<&mut Rows>) -> R) -> R {
-        f(self.lock_grad().as_mut())
+        let mut grad = self.lock_grad();
+        let result = f(grad.as_mut());
+        self.narrow(&mut grad);
+        result
     }
 
     /// Returns a copy of the gradient, or `None` if no gradient has reached this weight since [`Self::clear_grad`].
@@ -203,7 +244,9 @@ impl Param {
             let what = format!("got a gradient of {dims:?}, expected (1, {})", self.len());
             return Err(Error::Weight { name: self.name.clone(), what });
         }
-        *self.lock_grad() = grad;
+        let mut own = self.lock_grad();
+        *own = grad;
+        self.narrow(&mut own);
         Ok(())
     }
 }
@@ -238,5 +281,6 @@ impl Drop for GradGuard<'_> {
         if is_last {
             self.param.send(&mut self.grad, None);
         }
+        self.param.narrow(&mut self.grad);
     }
 }

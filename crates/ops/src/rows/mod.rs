@@ -11,6 +11,8 @@ mod twin;
 use std::ops::Range;
 use std::sync::Arc;
 
+use omnigrpo_gpu::Dtype;
+
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::host::Host;
@@ -50,6 +52,32 @@ pub(crate) enum Data {
     Twin(Arc<Vec<f64>>),
     Gpu(crate::gpu::Card, Arc<omnigrpo_gpu::Array>),
     Outline(Arc<crate::outline::Span>),
+}
+
+/// Rows that are stored in bf16. A device without this form keeps its own.
+#[derive(Debug)]
+pub(crate) enum Narrow {
+    Cpu(Vec<half::bf16>, [usize; 2]),
+    Other(Rows),
+}
+
+impl Narrow {
+    /// Rounds rows to nearest even.
+    pub fn of(rows: Rows) -> Self {
+        let size = [rows.rows, rows.cols];
+        match &rows.data {
+            Data::Cpu(data) => Self::Cpu(omnigrpo_kernels::optim::narrow(data), size),
+            _ => Self::Other(rows.cast(Dtype::Bf16)),
+        }
+    }
+
+    /// Returns the values in f32.
+    pub fn wide(&self) -> Rows {
+        match self {
+            Self::Cpu(data, [rows, cols]) => Rows::on_cpu(omnigrpo_kernels::optim::widen(data), *rows, *cols),
+            Self::Other(rows) => rows.cast(Dtype::F32),
+        }
+    }
 }
 
 /// Indices of rows of an array, in order.
@@ -125,6 +153,15 @@ impl Rows {
             return Err(Error::shape("rows", format!("{} values for {rows}×{cols}", data.len())));
         }
         Ok(device.backend().upload(data, rows, cols))
+    }
+
+    /// Returns a copy in a dtype on a GPU or an outline, and otherwise the rows.
+    fn cast(&self, dtype: Dtype) -> Self {
+        match &self.data {
+            Data::Gpu(card, data) => card.rows(card.gpu.cast(data, dtype), self.rows, self.cols),
+            Data::Outline(_) => Self::on_outline(dtype, self.rows, self.cols),
+            _ => self.clone(),
+        }
     }
 
     pub fn device(&self) -> Device {

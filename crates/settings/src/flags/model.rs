@@ -186,9 +186,15 @@ pub const FLAGS: &[Flag] = &[
     row("pure_bf16", Bool, at!(optimizer.pure_bf16), STEPS)
         .help(
             "Update bfloat16 weights without float32 masters. This saves memory, but at small learning rates \
-             most updates round to nothing.",
+             most updates round to nothing, unless `stochastic_rounding` is set.",
         )
         .idle(|s, _| (s.model.dtype == WeightDtype::Float32).then_some("`torch_dtype` is float32")),
+    row("stochastic_rounding", Bool, at!(optimizer.stochastic_rounding), STEPS)
+        .help(
+            "Round bfloat16 weights without masters up or down at random, with the exact value as the mean, so that small updates \
+             count. The same run has the same bits.",
+        )
+        .idle(|s, _| (!s.optimizer.pure_bf16).then_some("`pure_bf16` is false")),
     row("max_stream_tokens", int(16, COUNT), at!(algorithm.max_stream_tokens), &[Train, Sft, Score, Demo])
         .help(
             "Maximum number of tokens in one forward pass. A larger group is split into passes that share its prompt. Results \

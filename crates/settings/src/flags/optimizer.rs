@@ -5,7 +5,7 @@ use crate::names::{BatchUnit, words};
 use crate::values::Field as _;
 use crate::{DeviceChoice, Settings};
 use Kind::{Bool, Choice, Fraction, Path, Switch, Texts, Words};
-use omnigrpo_train::{Offload, ScheduleKind};
+use omnigrpo_train::{GradDtype, Offload, Optim, ScheduleKind};
 
 fn no_new_adapter(s: &Settings) -> Option<&'static str> {
     if s.model.adapter.is_some() {
@@ -47,6 +47,16 @@ pub const FLAGS: &[Flag] = &[
     row("adam_epsilon", float(0.0, 1.0), at!(optimizer.epsilon), STEPS).help("Number added to AdamW's denominator."),
     row("max_grad_norm", float(0.0, BIG), at!(optimizer.max_grad_norm), STEPS)
         .help("Largest norm of the gradient, which is clipped to it; 0 is off."),
+    row("optim", Choice(words::<Optim>), at!(optimizer.optim), STEPS)
+        .help(
+            "Form of the optimizer's moments. 8 bits are for weights of at least 4,096 values; smaller ones have float32. Checkpoints \
+             hold float32 in both forms.",
+        )
+        .idle(|s, _| (s.optimizer.offload == Offload::File).then_some("files of `offload_optimizer` hold float32")),
+    row("grad_dtype", Choice(words::<GradDtype>), at!(optimizer.grad_dtype), STEPS)
+        .help(
+            "Form in which gradients are kept until the update, for weights of at least 4,096 values. `bfloat16` needs one process.",
+        ),
     row("offload_optimizer", Switch(words::<Offload>), at!(optimizer.offload), STEPS)
         .help(
             "Where the optimizer state is. With `cpu` and `file`, the CPU applies the updates: of 16 bytes per trained bfloat16 \

@@ -100,10 +100,10 @@ const TABLE: &[Row] = &[
         _ => Refused("remove it: only data parallelism is supported"),
     }),
     (&["optim"], |v| match v {
-        "adamw" | "adamw_hf" | "adamw_torch" | "adamw_torch_fused" | "adamw_apex_fused" => {
-            Dropped("the optimizer is AdamW")
-        }
-        _ => Refused("leave it out: the only optimizer is AdamW"),
+        "adamw" | "adamw_8bit" => Own,
+        "adamw_hf" | "adamw_torch" | "adamw_torch_fused" | "adamw_apex_fused" => Becomes("optim", "adamw".into()),
+        "adamw_bnb_8bit" | "paged_adamw_8bit" | "adamw_torch_8bit" => Becomes("optim", "adamw_8bit".into()),
+        _ => Refused("expected adamw or adamw_8bit: the only optimizer is AdamW"),
     }),
     (&["overwrite_output_dir"], |v| match on(v) {
         Some(true) => Becomes("resume_from_checkpoint", "never".into()),
@@ -403,7 +403,8 @@ mod tests {
     #[test]
     fn values_decide() {
         let alone = |name, value| fate(name, value, |_| None);
-        assert!(matches!(alone("optim", "adamw_torch"), Some(Dropped(_))));
+        assert!(matches!(alone("optim", "adamw_torch"), Some(Becomes("optim", _))));
+        assert!(alone("optim", "adamw_8bit").is_none());
         assert!(matches!(alone("optim", "lion"), Some(Refused(_))));
         assert!(matches!(alone("use_vllm", "true"), Some(Dropped(_))));
         assert!(matches!(alone("vllm_max_model_length", "2048"), Some(Dropped(_))));

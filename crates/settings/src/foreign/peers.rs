@@ -219,6 +219,7 @@ pub(super) const TABLE: &[Row] = &[
     (&["actor_rollout_ref.actor.optim.optimizer", "worker.actor.optim.strategy"], |v| {
         match v.to_ascii_lowercase().as_str() {
             "adamw" | "adamw_bf16" => Dropped("the optimizer is AdamW"),
+            "adamw8bit" | "adamw_8bit" => Becomes("optim", "adamw_8bit".into()),
             _ => Refused("leave it out: the only optimizer is AdamW"),
         }
     }),

@@ -45,7 +45,7 @@ impl Loop {
             None if teaches_itself => None,
             None => reference(&model, &algorithm, &run, setup.reference_device)?,
         };
-        let optimizer = AdamW::new(setup.optimizer, model.params()).over(&split, &model).in_run(dir);
+        let optimizer = AdamW::new(setup.optimizer, model.params()).over(&split, &model)?.in_run(dir);
 
         let bad = run.rows.bad.iter().map(|(row, ..)| *row).collect();
         let order = Order::new(setup.rows, run.rows.seed, !run.rows.replay, bad).learning(run.rows.lessons);

@@ -631,6 +631,12 @@ fn a_cut_state_gives_the_bits_of_one_process() {
             cut_into(setup, shard);
             setup.optimizer.pure_bf16 = true;
         });
+        ranks_give_the_bits_of_one_process(&place, &what("moments in 8 bits"), |setup| {
+            in_bf16(setup);
+            cut_into(setup, shard);
+            let own = &mut setup.optimizer;
+            (own.pure_bf16, own.stochastic_rounding, own.optim) = (true, true, Optim::AdamW8bit);
+        });
         ranks_give_the_bits_of_one_process(&place, &what("adapters"), |setup| {
             adapters(setup);
             cut_into(setup, shard);
