@@ -83,8 +83,10 @@ fn main() -> ExitCode {
         }
     };
     println!("{nvrtc:?}");
-    let jobs: Vec<(&str, &str, &str)> =
-        ARCHITECTURES.iter().flat_map(|arch| sources::FILES.iter().map(|(file, text)| (*arch, *file, *text))).collect();
+    let jobs: Vec<(&str, &str, &str)> = ARCHITECTURES
+        .iter()
+        .flat_map(|arch| sources::FILES.iter().map(|(file, text)| (*arch, *file, *text)))
+        .collect();
     let (next, done) = (AtomicUsize::new(0), Mutex::new(BTreeMap::new()));
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {
@@ -102,7 +104,7 @@ fn main() -> ExitCode {
     for arch in ARCHITECTURES {
         let (mut count, mut most) = (0, Report::default());
         for (file, _) in sources::FILES {
-            let log = match &done[&(arch, file)] {
+            let log = match &done[&(arch, *file)] {
                 Ok(log) => log,
                 Err(error) => {
                     problems.push(error.to_string());

@@ -101,7 +101,9 @@ fn value<const N: u32>(code: u32) -> f32 {
 fn code<const N: u32>(x: f32) -> u32 {
     let (mut up, mut count) = (1.0, (1 << N) as f32);
     // The compiler unrolls the loop: comparisons with constants.
-    for (j, (limit, ten)) in [1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6].into_iter().zip([1e1, 1e2, 1e3, 1e4, 1e5, 1e6]).enumerate() {
+    for (j, (limit, ten)) in
+        [1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6].into_iter().zip([1e1, 1e2, 1e3, 1e4, 1e5, 1e6]).enumerate()
+    {
         if (j as u32) + 1 < N {
             let below = x < limit;
             up = if below { ten } else { up };
@@ -242,7 +244,9 @@ mod tests {
                 let codes = Codes::encode(&x, form);
                 let got = codes.decode(form);
                 assert_eq!(Codes::encode(&got, form), codes);
-                for (x, (got, scale)) in x.iter().zip(got.iter().zip(codes.scales.iter().flat_map(|s| [s; BLOCK]))) {
+                for (x, (got, scale)) in
+                    x.iter().zip(got.iter().zip(codes.scales.iter().flat_map(|s| [s; BLOCK])))
+                {
                     let (ratio, least) = (x.abs() / scale, if form == Form::Signed { 1e-6 } else { 1e-7 });
                     // The interval of ratio r from 10^-k to 10^(1-k) has 2^(n+1-k) parts.
                     let k = (-ratio.log10()).ceil().max(1.0);
@@ -263,6 +267,11 @@ mod tests {
         assert_eq!(Codes::encode(&[0.0; 300], Form::Signed), Codes::zeros(300));
         // A block of tiny numbers is 0.
         assert_eq!(Codes::encode(&[1e-31; 300], Form::Unsigned), Codes::zeros(300));
-        assert!(Codes::encode(&[f32::NAN; 3], Form::Unsigned).decode(Form::Unsigned).iter().all(|x| x.is_finite()));
+        assert!(
+            Codes::encode(&[f32::NAN; 3], Form::Unsigned)
+                .decode(Form::Unsigned)
+                .iter()
+                .all(|x| x.is_finite())
+        );
     }
 }

@@ -119,7 +119,7 @@ impl AdamW {
 
 /// A weight to update.
 #[derive(Debug)]
-pub enum Weight<'a> {
+pub enum Updated<'a> {
     F32(&'a mut [f32]),
     /// A bf16 weight with an f32 master, which is updated. The weight receives it, rounded to nearest even.
     Master(&'a mut [bf16], &'a mut [f32]),
@@ -159,19 +159,19 @@ impl Rounding {
     }
 }
 
-impl<'a> From<&'a mut [f32]> for Weight<'a> {
+impl<'a> From<&'a mut [f32]> for Updated<'a> {
     fn from(weight: &'a mut [f32]) -> Self {
         Self::F32(weight)
     }
 }
 
-impl<'a> From<&'a mut Vec<f32>> for Weight<'a> {
+impl<'a> From<&'a mut Vec<f32>> for Updated<'a> {
     fn from(weight: &'a mut Vec<f32>) -> Self {
         Self::F32(weight)
     }
 }
 
-impl Weight<'_> {
+impl Updated<'_> {
     fn len(&self) -> usize {
         match self {
             Self::F32(weight) => weight.len(),
@@ -219,23 +219,26 @@ const TOGETHER: usize = 4 * BLOCK;
 ///
 /// Updates a weight and its moments from `grad`. All have the same length. Moments in 8 bits become f32 for the update, and are encoded
 /// after it.
-pub fn adamw<'a>(
-    grad: &[f32],
-    by: &AdamW,
-    weight: impl Into<Weight<'a>>,
-    moments: impl Into<Moments<'a>>,
-) {
+pub fn adamw<'a>(grad: &[f32], by: &AdamW, weight: impl Into<Updated<'a>>, moments: impl Into<Moments<'a>>) {
     let (weight, moments) = (weight.into(), moments.into());
     let n = weight.len();
-    let has_master = if let Weight::Master(weight, master) = &weight { weight.len() == master.len() } else { true };
+    let has_master =
+        if let Updated::Master(weight, master) = &weight { weight.len() == master.len() } else { true };
     let (lens, has_scales) = moments.lens();
     let moved = match &weight {
-        Weight::F32(_) => 8,
-        Weight::Master(..) => 10,
-        Weight::Bf16(..) => 4,
+        Updated::F32(_) => 8,
+        Updated::Master(..) => 10,
+        Updated::Bf16(..) => 4,
     } + if matches!(moments, Moments::F32(_)) { 20 } else { 8 };
     let _span = span(Op::Optimizer, || (12 * n, moved * n));
-    check!("adamw", has_master && has_scales && lens == [n; 2] && grad.len() == n && by.step > 0, n, lens, grad.len(), by.step);
+    check!(
+        "adamw",
+        has_master && has_scales && lens == [n; 2] && grad.len() == n && by.step > 0,
+        n,
+        lens,
+        grad.len(),
+        by.step
+    );
     let u = by.update();
     let weight = Places::of(weight);
     let moments = match moments {
@@ -278,21 +281,21 @@ pub fn adamw<'a>(
     });
 }
 
-/// The arrays of a [`Weight`], for several threads.
+/// The arrays of a [`Updated`], for several threads.
 #[derive(Clone, Copy)]
 struct Places<'a> {
-    /// Weight or master in f32.
+    /// Updated or master in f32.
     wide: Option<Shared<'a>>,
     narrow: Option<Shared<'a, bf16>>,
     rounding: Rounding,
 }
 
 impl<'a> Places<'a> {
-    fn of(weight: Weight<'a>) -> Self {
+    fn of(weight: Updated<'a>) -> Self {
         let (wide, narrow, rounding) = match weight {
-            Weight::F32(weight) => (Some(weight), None, Rounding::Nearest),
-            Weight::Master(weight, master) => (Some(master), Some(weight), Rounding::Nearest),
-            Weight::Bf16(weight, rounding) => (None, Some(weight), rounding),
+            Updated::F32(weight) => (Some(weight), None, Rounding::Nearest),
+            Updated::Master(weight, master) => (Some(master), Some(weight), Rounding::Nearest),
+            Updated::Bf16(weight, rounding) => (None, Some(weight), rounding),
         };
         Self { wide: wide.map(Shared::new), narrow: narrow.map(Shared::new), rounding }
     }
@@ -340,7 +343,9 @@ pub fn narrow(x: &[f32]) -> Vec<bf16> {
     let mut out = vec![bf16::ZERO; x.len()];
     let to = Shared::new(&mut out);
     // SAFETY: the ranges are disjoint.
-    ranges(x.len(), BLOCK, x.len(), |range| round(&x[range.clone()], unsafe { to.part(range.start, range.len()) }));
+    ranges(x.len(), BLOCK, x.len(), |range| {
+        round(&x[range.clone()], unsafe { to.part(range.start, range.len()) })
+    });
     out
 }
 

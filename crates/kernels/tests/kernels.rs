@@ -25,7 +25,7 @@ use omnigrpo_kernels::experts::{self, Choices, Groups};
 use omnigrpo_kernels::linear::{Gradient, Layer};
 use omnigrpo_kernels::logprob::{Head, Scores, Statistics, Targets};
 use omnigrpo_kernels::moments::{Codes, Form};
-use omnigrpo_kernels::optim::{AdamW, Rounding, Weight};
+use omnigrpo_kernels::optim::{AdamW, Rounding, Updated};
 use omnigrpo_kernels::paths::Path;
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 use omnigrpo_kernels::{
@@ -923,7 +923,8 @@ fn moments_in_8_bits_are_updated_in_f32_and_encoded() {
         for step in 1..=4 {
             // Numbers of many sizes.
             let g: Vec<f32> = noise(n, 10 + step as u32).iter().map(|x| x * x * x * 0.01).collect();
-            let by = AdamW { lr: 0.01, betas: [0.9, 0.99], eps: 1e-8, weight_decay: 0.1, grad_scale: 0.3, step };
+            let by =
+                AdamW { lr: 0.01, betas: [0.9, 0.99], eps: 1e-8, weight_decay: 0.1, grad_scale: 0.3, step };
             let moments = optim::Moments::Codes([&mut m, &mut v].map(|x| x.get_mut(0..n)));
             optim::adamw(&g, &by, &mut weight, moments);
 
@@ -948,13 +949,14 @@ fn moments_in_8_bits_are_updated_in_f32_and_encoded() {
 fn random_rounding_keeps_the_mean() {
     let n = 40_000;
     // The step adds 1 to 2 · (1 − 1/1024), and the neighbours of the sum are 1/64 apart.
-    let by = AdamW { lr: 1.0, betas: [0.0, 0.0], eps: 0.0, weight_decay: 1.0 / 1024.0, grad_scale: 1.0, step: 1 };
+    let by =
+        AdamW { lr: 1.0, betas: [0.0, 0.0], eps: 0.0, weight_decay: 1.0 / 1024.0, grad_scale: 1.0, step: 1 };
     let (start, g) = (bf16::from_f32(2.0), vec![-0.5; n]);
     let run = |range: std::ops::Range<usize>, rounding: Rounding| {
         let mut weight = vec![start; range.len()];
         let mut moments = [vec![0.0; range.len()], vec![0.0; range.len()]];
         let [m, v] = &mut moments;
-        optim::adamw(&g[range], &by, Weight::Bf16(&mut weight, rounding), [m, v]);
+        optim::adamw(&g[range], &by, Updated::Bf16(&mut weight, rounding), [m, v]);
         weight.into_iter().map(bf16::to_f32).collect::<Vec<_>>()
     };
     let random = Rounding::random("a weight", 3);
@@ -964,7 +966,10 @@ fn random_rounding_keeps_the_mean() {
     let mean = got.iter().map(|x| f64::from(*x)).sum::<f64>() / n as f64;
     // Five standard deviations.
     let spread = (exact - low) * (high - exact);
-    assert!((mean - f64::from(exact)).abs() < 5.0 * (f64::from(spread) / n as f64).sqrt(), "{mean} for {exact}");
+    assert!(
+        (mean - f64::from(exact)).abs() < 5.0 * (f64::from(spread) / n as f64).sqrt(),
+        "{mean} for {exact}"
+    );
     assert_eq!(run(0..n, random), got);
     assert_eq!([run(0..1_000, random), run(1_000..n, random.after(1_000))].concat(), got);
     for other in [Rounding::random("a weight", 4), Rounding::random("another weight", 3)] {
@@ -990,12 +995,12 @@ fn adamw_of_bf16_weights_is_adamw_that_is_rounded() {
             let by =
                 AdamW { lr: 0.01, betas: [0.9, 0.99], eps: 1e-8, weight_decay: 0.0, grad_scale: 0.3, step };
             optim::adamw(&g, &by, &mut master2, [&mut m2, &mut v2]);
-            optim::adamw(&g, &by, Weight::Master(&mut weight, &mut master), [&mut m, &mut v]);
+            optim::adamw(&g, &by, Updated::Master(&mut weight, &mut master), [&mut m, &mut v]);
             // Without a master, the weight itself is the value.
             let (mut narrow, mut wide) =
                 (weight.clone(), weight.iter().map(|x| x.to_f32()).collect::<Vec<_>>());
             let ([mut a, mut b], [mut c, mut d]) = ([m.clone(), v.clone()], [m.clone(), v.clone()]);
-            optim::adamw(&g, &by, Weight::Bf16(&mut narrow, Rounding::Nearest), [&mut a, &mut b]);
+            optim::adamw(&g, &by, Updated::Bf16(&mut narrow, Rounding::Nearest), [&mut a, &mut b]);
             optim::adamw(&g, &by, &mut wide, [&mut c, &mut d]);
             let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
             assert_eq!(

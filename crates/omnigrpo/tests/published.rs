@@ -297,8 +297,14 @@ fn all_weights_of_a_7b_fit_on_80_gb_in_few_bits() {
     let (moments, gradients) = ("--optim adamw_8bit", "--grad_dtype bfloat16");
     let masters = "--pure_bf16 --stochastic_rounding";
     let (without, told) = total("", false);
-    assert!(told.contains("--optim adamw_8bit --grad_dtype bfloat16 --pure_bf16 --stochastic_rounding"), "{told}");
-    assert!(told.contains("16 bytes a trained weight: 2 for itself, 4 gradient, 8 moments, 2 rest of its master"), "{told}");
+    assert!(
+        told.contains("--optim adamw_8bit --grad_dtype bfloat16 --pure_bf16 --stochastic_rounding"),
+        "{told}"
+    );
+    assert!(
+        told.contains("16 bytes a trained weight: 2 for itself, 4 gradient, 8 moments, 2 rest of its master"),
+        "{told}"
+    );
     let each = [moments, gradients, masters].map(|flags| without - total(flags, false).0);
     let (all, told) = total(&format!("{moments} {gradients} {masters}"), true);
     assert!(told.contains("6 bytes a trained weight: 2 for itself, 2 gradient, 2 moments\n"), "{told}");

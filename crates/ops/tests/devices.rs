@@ -5,12 +5,13 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use half::bf16;
 use omnigrpo_ops::{
     Activation, Adapter, Arithmetic, AttentionHeads, AttentionLayout, Card, CausalConv, DecodeBatch,
-    DecodeRows, DeltaGates, DeltaHeads, Device, DrawFrom, Dropout, ExpertLinear, GatedNorm, GroupCache,
-    Linear, Moments, Norm, OUTSIDE, Op, Order, PackedLinear, Param, ParamDtype, Part, Pass, Patches,
+    DecodeRows, DeltaGates, DeltaHeads, Device, DrawFrom, Dropout, ExpertLinear, GatedNorm, GroupCache, Held,
+    Linear, Moments, Norm, Numbers, OUTSIDE, Op, Order, PackedLinear, Param, ParamDtype, Part, Pass, Patches,
     QuantBits, QuantMatrix, Result, RopeTable, RouterLoss, Routes, RowMix, Rows, Sampler, StateSizes, Step,
-    Tape, Targets, Top, Turn, Values, Var, embed, embed_backward, squares,
+    Tape, Targets, Top, Turn, Values, Var, embed, embed_backward, footprint, squares,
 };
 
 /// Opens the emulator, or the GPU that `OMNIGRPO_TEST_CARD` names (tools/gpu/first-contact).

@@ -6,9 +6,8 @@ use omnigrpo_models::{MediumShape, WeightDtype};
 use omnigrpo_ops::{Device, Rates};
 use omnigrpo_text::Form;
 use omnigrpo_train::{
-    BytesEach, GradDtype, Optim,
-    Divided, Forecast, Limit, Longest, Memory, Need, Objective, Offload, Phase, Prepared, RunPlan, Speed,
-    StepTime, Variant, fits, room,
+    BytesEach, Divided, Forecast, GradDtype, Limit, Longest, Memory, Need, Objective, Offload, Optim, Phase,
+    Prepared, RunPlan, Speed, StepTime, Variant, fits, room,
 };
 use serde_json::{Map, Value as Json, json};
 

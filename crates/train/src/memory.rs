@@ -25,7 +25,7 @@ use crate::error::{DEVICE, Result, TrainError};
 use crate::features::{self, Keep};
 use crate::imitate::{StepExample, imitate};
 use crate::lender::is_lent;
-use crate::optimizer::{AdamW, AdamWConfig, Offload};
+use crate::optimizer::{AdamW, AdamWConfig, GradDtype, Offload};
 use crate::rollouts::{Group, Kept, Rollouts, Scored};
 use crate::room;
 use crate::rows::PreparedRow;

@@ -20,9 +20,9 @@ use std::collections::hash_map::Entry;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use omnigrpo_kernels::moments::BLOCK;
 use omnigrpo_models::{Decoder, Model};
 pub use omnigrpo_ops::Moments;
-use omnigrpo_kernels::moments::BLOCK;
 use omnigrpo_ops::{Device, LEAST_CODED, Numbers, Param, ParamDtype, Part, Squares, Step};
 
 use crate::error::{GRAD_DTYPE, Result, TrainError};

@@ -17,8 +17,8 @@ use omnigrpo_ops::Device;
 use omnigrpo_rewards::{RewardOptions, build};
 use omnigrpo_train::checkpoint::{self, Parts, TrainerState};
 use omnigrpo_train::{
-    AdamW, AdamWConfig, Algorithm, Collector, Divided, MemoryOf, MemoryPlan, PreparedRow, ReferenceKept,
-    Selection, UpdateAt, Work, memory, update,
+    AdamW, AdamWConfig, Algorithm, Collector, Divided, GradDtype, MemoryOf, MemoryPlan, Optim, PreparedRow,
+    ReferenceKept, Selection, UpdateAt, Work, memory, update,
 };
 use serde_json::{Value, json};
 
@@ -88,7 +88,8 @@ fn holds_what_its_outline_says(family: &str, numbers_per_token: usize, numbers_p
     let rows: Vec<PreparedRow> =
         (0..3).map(|row| PreparedRow::new(&prompts, dataset.get(row).unwrap(), 0).unwrap()).collect();
     let rewards = build(&["random".to_owned()], &RewardOptions::default()).unwrap();
-    let few = AdamWConfig { optim: Optim::AdamW8bit, grad_dtype: GradDtype::Bfloat16, ..AdamWConfig::default() };
+    let few =
+        AdamWConfig { optim: Optim::AdamW8bit, grad_dtype: GradDtype::Bfloat16, ..AdamWConfig::default() };
     let lora = LoraConfig { rank: 8, dropout: 0.1, ..LoraConfig::default() };
 
     for (way, selection, adapted, recompute) in [

@@ -39,9 +39,9 @@ use omnigrpo_rewards::{Reward, RewardError, RewardInput, RewardSet};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_testkit::golden;
 use omnigrpo_train::{
-    AdamW, AdamWConfig, Collector, EvalOptions, EvalPlan, EvalWhen, Making, Objective, Observer, PreparedRow,
-    ResumeFrom, Rollouts, RowSource, RunSummary, SaveWhen, Selection, TrainError, TrainSetup, replay, train,
-    update,
+    AdamW, AdamWConfig, Collector, EvalOptions, EvalPlan, EvalWhen, GradDtype, Making, Objective, Observer,
+    Optim, PreparedRow, ResumeFrom, Rollouts, RowSource, RunSummary, SaveWhen, Selection, TrainError,
+    TrainSetup, replay, train, update,
 };
 use serde_json::{Value, json};
 use setup::{

@@ -41,8 +41,15 @@ fn take<const N: usize>(inputs: Vec<Array>) -> [Array; N] {
 
 const KINDS: [Activation; 5] =
     [Activation::GeluErf, Activation::GeluTanh, Activation::QuickGelu, Activation::Silu, Activation::Tanh];
-const STEP: Step =
-    Step { lr: 0.5, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, grad_scale: 0.5, count: 3, random: None };
+const STEP: Step = Step {
+    lr: 0.5,
+    betas: [0.9, 0.95],
+    eps: 1e-8,
+    weight_decay: 0.1,
+    grad_scale: 0.5,
+    count: 3,
+    random: None,
+};
 /// Number of columns of products, of experts, and of tokens in the vocabulary.
 const N: usize = 5;
 

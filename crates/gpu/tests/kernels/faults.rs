@@ -714,13 +714,43 @@ const FAULTS: &[(&str, &[Fault])] = &[
     (
         "updates_in_few_bits_are_those_of_the_cpu",
         &[
-            fault("elementwise", "the second half of a block has the codes of the first", "m[i / 4] = m_codes", "m[first / 4] = m_codes"),
-            fault("elementwise", "a lane has a scale of its own", "top = larger(top, shuffle_xor(top, mask));", ""),
+            fault(
+                "elementwise",
+                "the second half of a block has the codes of the first",
+                "m[i / 4] = m_codes",
+                "m[first / 4] = m_codes",
+            ),
+            fault(
+                "elementwise",
+                "a lane has a scale of its own",
+                "top = larger(top, shuffle_xor(top, mask));",
+                "",
+            ),
             fault("elementwise", "codes lose their sign", "(me < 0 && code ? 128u : 0u)", "0u"),
-            fault("elementwise", "the second moment has the intervals of the first", "code_value(v_code, 7)", "code_value(v_code, 6)"),
-            fault("elementwise", "small second moments become 0", "x >= (n == 6 ? 1e-6f : 1.17549435e-38f) ? code : 0", "x >= 1e-6f ? code : 0"),
-            fault("elementwise", "the elements of a quad share a random number", "(u32)(i + e) * 0x9e3779b9u", "(u32)i * 0x9e3779b9u"),
-            fault("elementwise", "a random number has 15 bits", "(h >> 16)) & 0xffff0000u", "(h >> 17)) & 0xffff0000u"),
+            fault(
+                "elementwise",
+                "the second moment has the intervals of the first",
+                "code_value(v_code, 7)",
+                "code_value(v_code, 6)",
+            ),
+            fault(
+                "elementwise",
+                "small second moments become 0",
+                "x >= (n == 6 ? 1e-6f : 1.17549435e-38f) ? code : 0",
+                "x >= 1e-6f ? code : 0",
+            ),
+            fault(
+                "elementwise",
+                "the elements of a quad share a random number",
+                "(u32)(i + e) * 0x9e3779b9u",
+                "(u32)i * 0x9e3779b9u",
+            ),
+            fault(
+                "elementwise",
+                "a random number has 15 bits",
+                "(h >> 16)) & 0xffff0000u",
+                "(h >> 17)) & 0xffff0000u",
+            ),
         ],
     ),
     (

@@ -12,8 +12,8 @@ use std::time::Duration;
 use half::bf16;
 use omnigrpo_gpu::launchers::elementwise;
 use omnigrpo_gpu::{
-    Affine, Array, CachedGroup, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks, Mixture, Moments, Onto, PAGE,
-    Pattern, Place, Row, Sampling, Step, Transfers, Turn, Unfolding, Weight,
+    Affine, Array, CachedGroup, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks, Mixture, Moments,
+    Onto, PAGE, Pattern, Place, Row, Sampling, Step, Transfers, Turn, Unfolding, Weight,
 };
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::attention::{AttentionLayout, Qkv, QueryRange, Shape};
@@ -580,8 +580,15 @@ fn adamw_in_two_halves_is_adamw_in_f32() {
     let [mut m, mut v, mut m2, mut v2] = [(); 4].map(|()| gpu.zeros(n, Dtype::F32));
     for count in 1..=4 {
         let grad = noise(n, 10 + count);
-        let step =
-            Step { lr: 0.01, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, grad_scale: 0.5, count, random: None };
+        let step = Step {
+            lr: 0.01,
+            betas: [0.9, 0.95],
+            eps: 1e-8,
+            weight_decay: 0.1,
+            grad_scale: 0.5,
+            count,
+            random: None,
+        };
         let on_device = gpu.upload(&grad);
         gpu.adamw(&mut weight, Some(&mut rest), [&mut m, &mut v], &on_device, &step);
         gpu.adamw(&mut single, None, [&mut m2, &mut v2], &on_device, &step);
@@ -622,8 +629,17 @@ fn updates_in_few_bits_are_those_of_the_cpu() {
             let [mut host_m2, mut host_v2] = [vec![0.0; n], vec![0.0; n]];
             for count in 1..=4 {
                 // Numbers of many sizes, and some zeros.
-                let grad: Vec<f32> = noise(n, 10 + count).iter().map(|x| x.powi(9) * f32::from(*x > -0.7)).collect();
-                let step = Step { lr: 0.01, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, grad_scale: 0.5, count, random };
+                let grad: Vec<f32> =
+                    noise(n, 10 + count).iter().map(|x| x.powi(9) * f32::from(*x > -0.7)).collect();
+                let step = Step {
+                    lr: 0.01,
+                    betas: [0.9, 0.95],
+                    eps: 1e-8,
+                    weight_decay: 0.1,
+                    grad_scale: 0.5,
+                    count,
+                    random,
+                };
                 let on_device = gpu.upload(&grad);
                 gpu.adamw(&mut weight, rest.as_mut(), Moments::Codes([&mut m, &mut v]), &on_device, &step);
                 gpu.adamw(&mut single, None, [&mut m2, &mut v2], &on_device, &step);
@@ -633,10 +649,15 @@ fn updates_in_few_bits_are_those_of_the_cpu() {
                 let moments = optim::Moments::Codes([&mut host_m, &mut host_v].map(|x| x.get_mut(0..n)));
                 match form {
                     "f32" => optim::adamw(&grad, &by, &mut wide, moments),
-                    "bf16" => optim::adamw(&grad, &by, optim::Weight::Bf16(&mut host, rounding), moments),
-                    _ => optim::adamw(&grad, &by, optim::Weight::Master(&mut host, &mut master), moments),
+                    "bf16" => optim::adamw(&grad, &by, optim::Updated::Bf16(&mut host, rounding), moments),
+                    _ => optim::adamw(&grad, &by, optim::Updated::Master(&mut host, &mut master), moments),
                 }
-                optim::adamw(&grad, &by, optim::Weight::Bf16(&mut host_single, rounding), [&mut host_m2, &mut host_v2]);
+                optim::adamw(
+                    &grad,
+                    &by,
+                    optim::Updated::Bf16(&mut host_single, rounding),
+                    [&mut host_m2, &mut host_v2],
+                );
             }
             gpu.check().unwrap();
             let what = format!("{n} values, {form}, {random:?}");
@@ -651,7 +672,11 @@ fn updates_in_few_bits_are_those_of_the_cpu() {
                 (_, Some(rest)) => {
                     // A tie that is rounded down has no rest of its own.
                     let joined = gpu.join_master(&weight, rest);
-                    let far = joined.iter().zip(&master).filter(|(a, b)| a.to_bits().abs_diff(b.to_bits()) > 1).count();
+                    let far = joined
+                        .iter()
+                        .zip(&master)
+                        .filter(|(a, b)| a.to_bits().abs_diff(b.to_bits()) > 1)
+                        .count();
                     assert_eq!(far, 0, "{what}");
                 }
                 _ => assert_eq!(weight.to_bf16(), host, "{what}"),
@@ -682,7 +707,15 @@ fn masters_round_to_even() {
     let (mut weight, mut rest) = gpu.split_master(&master);
     let [mut m, mut v] = [(); 2].map(|()| gpu.zeros(master.len(), Dtype::F32));
     let zeros = gpu.zeros(master.len(), Dtype::F32);
-    let step = Step { lr: 0.0, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.0, grad_scale: 1.0, count: 1, random: None };
+    let step = Step {
+        lr: 0.0,
+        betas: [0.9, 0.95],
+        eps: 1e-8,
+        weight_decay: 0.0,
+        grad_scale: 1.0,
+        count: 1,
+        random: None,
+    };
     for _ in 0..2 {
         let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&gpu.join_master(&weight, &rest)), bits(&kept));
@@ -700,7 +733,15 @@ fn a_step_to_a_tie_rounds_to_even() {
     let gpu = gpu(0);
     let (mut weight, mut rest) = gpu.split_master(&[348.0, 356.0]);
     let [mut m, mut v, grad] = [(); 3].map(|()| gpu.zeros(2, Dtype::F32));
-    let step = Step { lr: 1.0, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.25, grad_scale: 1.0, count: 1, random: None };
+    let step = Step {
+        lr: 1.0,
+        betas: [0.9, 0.95],
+        eps: 1e-8,
+        weight_decay: 0.25,
+        grad_scale: 1.0,
+        count: 1,
+        random: None,
+    };
     gpu.adamw(&mut weight, Some(&mut rest), [&mut m, &mut v], &grad, &step);
     gpu.check().unwrap();
     assert_eq!(weight.to_vec(), [260.0, 268.0]);

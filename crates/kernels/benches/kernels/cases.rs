@@ -378,7 +378,7 @@ fn row_cases(all: &mut Vec<Case>) {
         let (mut v, mut w) = (vec![1e-3; n], vec![bf16::ZERO; n]);
         let by =
             AdamW { lr: 1e-6, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0, grad_scale: 1.0, step: 1 };
-        move || optim::adamw(&g, &by, optim::Weight::Master(&mut w, &mut master), [&mut m, &mut v])
+        move || optim::adamw(&g, &by, optim::Updated::Master(&mut w, &mut master), [&mut m, &mut v])
     }));
     all.push(case("adamw of bf16 weights, 8-bit moments 8Mi", Amount::Bytes((12 * n) as f64), move || {
         let [m, g] = [2, 3].map(|seed| noise(n, seed));
@@ -389,7 +389,7 @@ fn row_cases(all: &mut Vec<Case>) {
             AdamW { lr: 1e-6, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0, grad_scale: 1.0, step: 1 };
         move || {
             let moments = optim::Moments::Codes([&mut m, &mut v].map(|x| x.get_mut(0..n)));
-            optim::adamw(&g, &by, optim::Weight::Bf16(&mut w, Rounding::random("w", 1)), moments);
+            optim::adamw(&g, &by, optim::Updated::Bf16(&mut w, Rounding::random("w", 1)), moments);
         }
     }));
     all.push(case("gradient norm 8Mi", Amount::Bytes((4 * n) as f64), move || {

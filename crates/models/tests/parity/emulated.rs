@@ -61,6 +61,8 @@ impl Run {
             grad_scale: 1.0,
             master: true,
             // On the CPU, a setting without effect is an error.
+            random: false,
+            eight_bits: false,
             offload: self.spares_memory && model.device() != Device::Cpu,
         };
         for (param, moments) in model.params().iter().zip(&mut self.moments) {

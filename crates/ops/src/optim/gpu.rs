@@ -24,8 +24,7 @@ impl OptimOps for Card {
             Rounding::Nearest => None,
         };
         let own = omnigrpo_gpu::Step { lr, betas, eps, weight_decay, grad_scale, count, random };
-        let (mut state, of_master) =
-            self.state(param, moments, step.has_master(param), step.is_coded(param));
+        let (mut state, of_master) = self.state(param, moments, step.has_master(param), step.is_coded(param));
         let mut update = |weight: &mut Array| {
             let both = match &mut state.moments {
                 OnCard::F32([m, v]) => [m, v].into(),
@@ -115,8 +114,8 @@ impl Card {
                 true => self.gpu.zeros(len, Dtype::F32),
                 false => self.gpu.upload(&data),
             })),
-            (true, [m, v]) => OnCard::Codes([(m, FORMS[0]), (v, FORMS[1])].map(|(data, form)| {
-                match data.is_empty() {
+            (true, [m, v]) => {
+                OnCard::Codes([(m, FORMS[0]), (v, FORMS[1])].map(|(data, form)| match data.is_empty() {
                     true => MomentCodes {
                         codes: self.gpu.zeros(len.div_ceil(4), Dtype::F32),
                         scales: self.gpu.zeros(len.div_ceil(moments::BLOCK), Dtype::F32),
@@ -125,8 +124,8 @@ impl Card {
                         let Codes { codes, scales } = Codes::encode(&data, form);
                         self.gpu.upload_codes(&codes, &scales)
                     }
-                }
-            })),
+                }))
+            }
         };
         let (weight, rest) = match (with_master, numbers.master.is_empty()) {
             (true, false) => {

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use omnigrpo_kernels::moments::{Codes, Form};
-use omnigrpo_kernels::optim::{self, AdamW, Rounding, Weight, adamw};
+use omnigrpo_kernels::optim::{self, AdamW, Rounding, Updated, adamw};
 
 use self::state_file::StateFile;
 use crate::device::Device;
@@ -410,9 +410,9 @@ impl Param {
         self.rewrite(range, |whole, values| {
             let part = whole.start - first..whole.end - first;
             let weight = match values {
-                ValuesMut::F32(weight) => Weight::F32(weight),
-                ValuesMut::Bf16(weight) if has_master => Weight::Master(weight, &mut master[part.clone()]),
-                ValuesMut::Bf16(weight) => Weight::Bf16(weight, rounding.after(whole.start)),
+                ValuesMut::F32(weight) => Updated::F32(weight),
+                ValuesMut::Bf16(weight) if has_master => Updated::Master(weight, &mut master[part.clone()]),
+                ValuesMut::Bf16(weight) => Updated::Bf16(weight, rounding.after(whole.start)),
             };
             adamw(&grad[part.clone()], &by, weight, moments.part(&part));
         })

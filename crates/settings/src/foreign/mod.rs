@@ -101,7 +101,9 @@ const TABLE: &[Row] = &[
     }),
     (&["optim"], |v| match v {
         "adamw" | "adamw_8bit" => Own,
-        "adamw_hf" | "adamw_torch" | "adamw_torch_fused" | "adamw_apex_fused" => Becomes("optim", "adamw".into()),
+        "adamw_hf" | "adamw_torch" | "adamw_torch_fused" | "adamw_apex_fused" => {
+            Becomes("optim", "adamw".into())
+        }
         "adamw_bnb_8bit" | "paged_adamw_8bit" | "adamw_torch_8bit" => Becomes("optim", "adamw_8bit".into()),
         _ => Refused("expected adamw or adamw_8bit: the only optimizer is AdamW"),
     }),
