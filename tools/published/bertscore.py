@@ -58,7 +58,9 @@ def main():
     for (a, b), got in zip(pairs, scored):
         similar = embedded(a) @ embedded(b).T
         precision, recall = similar.max(1).values[1:-1].mean(), similar.max(0).values[1:-1].mean()
-        differences.append(abs(float(2 * precision * recall / (precision + recall)) - got))
+        # The reward is F1 within 0 and 1.
+        f1 = float(2 * precision * recall / (precision + recall))
+        differences.append(abs(min(max(f1, 0), 1) - got))
     worst = max(differences)
     print(f"{len(pairs)} pairs: largest difference {worst:.2g}, mean {sum(differences) / len(pairs):.2g} (at most {LIMIT:g})")
     sys.exit(worst > LIMIT)

@@ -268,7 +268,7 @@ fn dot<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> f32 {
 }
 
 /// Writes the decays `L[t, ..]` of row `t`, and returns the number of columns in complete vectors that contain those of rows up to `t`.
-/// Of the others in these vectors, decays are zero.
+/// The decays of the others are zero.
 #[inline(always)]
 fn decay_row<S: Simd>(simd: S, to: &mut [f32], sum: &[f64; CHUNK], t: usize) -> usize {
     let end = (t + 1).next_multiple_of(S::F32_LANES).min(to.len());
