@@ -247,12 +247,12 @@ mod tests {
                 for (x, (got, scale)) in
                     x.iter().zip(got.iter().zip(codes.scales.iter().flat_map(|s| [s; BLOCK])))
                 {
-                    let (ratio, least) = (x.abs() / scale, if form == Form::Signed { 1e-6 } else { 1e-7 });
-                    // The interval of ratio r from 10^-k to 10^(1-k) has 2^(n+1-k) parts.
+                    // The interval of ratio r from 10^-k to 10^(1-k) has 2^(n+1-k) parts. Below all intervals, a first moment is 0,
+                    // and a second one has the first code.
+                    let (ratio, [n, below]) = (x.abs() / scale, [[6.0, 1e-6], [7.0, 3.26e-7]][form as usize]);
                     let k = (-ratio.log10()).ceil().max(1.0);
-                    let n = if form == Form::Signed { 6.0 } else { 7.0 };
                     let part = 0.9 * 10f32.powf(1.0 - k) / 2f32.powf(n + 1.0 - k);
-                    let most = if ratio < least { least } else { 0.501 * part };
+                    let most = if ratio < 10f32.powf(-n) { below } else { 0.501 * part };
                     assert!((x - got).abs() <= most * scale, "{x} became {got}, scale {scale}");
                     assert!(form == Form::Signed || (*x > 0.0) == (*got > 0.0));
                 }

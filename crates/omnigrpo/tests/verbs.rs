@@ -338,6 +338,32 @@ fn every_command_runs_on_qwen3_5() {
     every_command("qwen3_5_text", TEXTS, "out_proj", "qwen3_5_text: 5 layers, width 48");
 }
 
+/// The shape of a published step, in small: lengths vary around their mean, and phases add up to the step.
+#[test]
+fn a_published_step_is_measured() {
+    let place = Place::new();
+    let sizes = "--num_prompts 6 --num_generations 4 --prompt_tokens 16 --completion_tokens 6 --image_px 56 --threads 1 --device cpu";
+    let line = format!("bench --workload easyr1-3b --model M {sizes}");
+    let ran = place.run(&format!("{line} --json step.json")).ok();
+    assert!(
+        ran.stdout.contains("lengths: geometric with a mean of 6 tokens, at most 24 (an assumption)"),
+        "{}",
+        ran.stdout
+    );
+    let step: Value = serde_json::from_str(&place.text("step.json")).unwrap();
+    let number = |name: &str| step[name].as_f64().unwrap();
+    // 24 completions of 1 to 24 tokens.
+    assert!((40.0..400.0).contains(&number("completion_tokens")), "{step}");
+    assert!(
+        (number("tokens_per_sec") * number("step_secs") - number("completion_tokens")).abs() < 1e-6,
+        "{step}"
+    );
+    let phases: f64 = step["phases"].as_object().unwrap().values().map(|secs| secs.as_f64().unwrap()).sum();
+    assert!(phases > 0.5 * number("step_secs") && phases <= 1.01 * number("step_secs"), "{step}");
+    assert_eq!((&step["num_prompts"], &step["num_generations"]), (&json!(6), &json!(4)));
+    place.run(&format!("bench {sizes}")).fails(2, &["device", "the workload `own` runs on the CPU"]);
+}
+
 /// Rows of GSM8K, of TRL (a prompt with its completion, as text and as messages) and of verl.
 const TEXTS: &str = r####"{"question": "Tom has 6 apples and buys 7. How many has he?", "answer": "He has 6 + 7 = <<6+7=13>>13 apples.\n#### 13"}
 {"prompt": "The sky is", "completion": " blue."}

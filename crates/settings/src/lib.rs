@@ -53,7 +53,7 @@ pub use rules::is_reward;
 pub use rules::needs;
 pub use run::{
     Backend, Batch, Bench, DeviceChoice, Io, Keep, Log, ModelSource, Network, Push, REGISTRY, Rewards, Rows,
-    Settings, is_on_hub, of_caller,
+    Settings, Workload, is_on_hub, of_caller,
 };
 pub use schema::schema;
 pub use values::{Given, Origin, Resolved, Value, Values};

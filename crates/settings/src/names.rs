@@ -7,6 +7,7 @@ use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, FormatMode};
 use omnigrpo_train::{GradDtype, GradientSum, Offload, Optim, ScheduleKind, Shard};
 
 use crate::Backend;
+use crate::run::Workload;
 
 /// A type whose values have names on the command line.
 pub trait Named: Copy + PartialEq + 'static {
@@ -184,6 +185,10 @@ listed!(Optim:
 listed!(GradDtype:
     "float32" = GradDtype::Float32, "4 bytes a weight.";
     "bfloat16" = GradDtype::Bfloat16, "2 bytes a weight. Each micro-batch is added in float32 and rounded.";
+);
+listed!(Workload:
+    "own" = Workload::Own, "Equal prompts and completions of the sizes that are given.";
+    "easyr1-3b" = Workload::EasyR1, "A step that EasyR1 publishes: Qwen2.5-VL-3B, 512 questions with a picture, 5 completions each.";
 );
 listed!(Shard:
     "none" = Shard::None, "Every process has the complete state.";

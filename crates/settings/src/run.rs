@@ -140,10 +140,22 @@ pub struct Io {
     pub deepspeed: Option<PathBuf>,
 }
 
+/// Step that `bench` measures.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Workload {
+    /// One of equal prompts and completions, whose sizes are settings.
+    #[default]
+    Own,
+    /// That of a published run of EasyR1: 512 questions about a picture of geometry (geo3k) with 5 completions each, Qwen2.5-VL-3B, all
+    /// weights, KL with 0.01, in bfloat16.
+    EasyR1,
+}
+
 /// Workload of `bench`.
 #[derive(Clone, Debug)]
 #[allow(missing_docs)]
 pub struct Bench {
+    pub workload: Workload,
     pub num_images: usize,
     pub image_px: usize,
     pub prompt_tokens: usize,
@@ -482,6 +494,7 @@ impl Default for Settings {
             network: Network::default(),
             serve: Serving { port: 8000, name: None },
             bench: Bench {
+                workload: Workload::Own,
                 num_images: 1,
                 image_px: 448,
                 prompt_tokens: 44,

@@ -27,7 +27,7 @@ DOCTOR = ["libnvrtc", "libcublasLt", "driver", "memory errors", "clocks", "relat
 
 def wanted(tests):
     """Returns the stage and the name of each result of a complete run with these tests of each suite."""
-    names = {("A", "doctor --gpu"), ("A", "what doctor says"), ("D", "two processes give the same bits"), ("E", "what ncu says")}
+    names = {("A", "doctor --gpu"), ("A", "what doctor says"), ("D", "two processes give the same bits"), ("E", "what ncu says"), ("E", run.PUBLISHED)}
     names |= {("F", "turns on the CPU"), ("-", "begin"), ("-", "end")}
     for family in [*run.FAMILIES, f"{run.FAMILIES[0]} with turns"]:
         names |= {("F", f"metrics of the card, {family}"), ("F", f"steps on the card equal the CPU's, {family}")}

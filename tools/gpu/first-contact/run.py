@@ -219,6 +219,10 @@ def stage_c(run):
         run.call(tool, command, limit=run.left() / (len(tools) - i), each=each)
 
 
+# Result of `bench` on a tenth of the step that EasyR1 publishes.
+PUBLISHED = "a tenth of EasyR1's step"
+
+
 def write_rows():
     (HERE / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 
@@ -252,6 +256,9 @@ def stage_e(run):
 
         name = f"speed, {model}, {'×'.join(map(str, sizes))}"
         run.call(name, [HERE / "gpu", f"cuda:{run.args.device}", HERE / "models" / model, *sizes], each=each)
+    small = ["--model_name_or_path", MODEL, "--num_prompts", "2", "--prompt_tokens", "16", "--completion_tokens", "8", "--image_px", "56"]
+    words = ["bench", "--workload", "easyr1-3b", "--gradient_checkpointing", "--device", f"cuda:{run.args.device}"]
+    run.call(PUBLISHED, [HERE / "omnigrpo", *words, *(small if run.args.tiny else ["--num_prompts", "51"])])
     profiler = nvidia_tool("ncu")
     if profiler is None:
         run.tell("ncu", False, skipped="ncu was not found; it is a part of the CUDA toolkit")

@@ -608,7 +608,7 @@ fn adamw_in_two_halves_is_adamw_in_f32() {
 #[test]
 fn updates_in_few_bits_are_those_of_the_cpu() {
     let mut seen = [0; 256];
-    for (schedule, n) in [(0, 1), (1, 255), (2, 256), (1, 259), (0, 2_500)] {
+    for (schedule, n) in [(0, 1), (1, 255), (2, 256), (1, 259), (0, 20_000)] {
         let gpu = gpu(schedule);
         let start = noise(n, 1);
         let narrow: Vec<bf16> = start.iter().map(|&x| bf16::from_f32(x)).collect();
@@ -684,8 +684,9 @@ fn updates_in_few_bits_are_those_of_the_cpu() {
             assert_eq!(single.to_bf16(), host_single, "{what}");
         }
     }
+    // Those of the smallest numbers are rare.
     let unseen = seen.iter().filter(|count| **count == 0).count();
-    assert!(unseen < 40, "{unseen} codes did not occur");
+    assert!(unseen < 60, "{unseen} codes did not occur");
 }
 
 /// Every kind of lower half below even and odd upper halves: the weight is rounded to nearest even as on the CPU, and

@@ -192,33 +192,6 @@ fn linear_cases(all: &mut Vec<Case>) {
                 }
             }));
         }
-        all.push(case(format!("linear forward {m}x{k}x{n} f32, gemm crate"), flops, move || {
-            let (w, x, mut y) = (noise(n * k, 2), noise(m * k, 1), vec![0.0f32; m * n]);
-            // SAFETY: contiguous matrices of these sizes.
-            move || unsafe {
-                gemm::gemm(
-                    m,
-                    n,
-                    k,
-                    y.as_mut_ptr(),
-                    1,
-                    n as isize,
-                    false,
-                    x.as_ptr(),
-                    1,
-                    k as isize,
-                    w.as_ptr(),
-                    k as isize,
-                    1,
-                    1.0,
-                    1.0,
-                    false,
-                    false,
-                    false,
-                    gemm::Parallelism::Rayon(0),
-                );
-            }
-        }));
     }
     // All layers of a decoder in turn, so that weights come from memory as they do in decoding: a small one, and two layers of
     // 3B parameters.

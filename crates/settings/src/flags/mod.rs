@@ -498,7 +498,7 @@ pub(crate) const PRECISE: &[Verb] =
 pub(crate) const MULTIPLIES: &[Verb] =
     &[Train, Sft, Generate, Score, Eval, Serve, Doctor, Demo, Bench, RewardsTry];
 /// Verbs with a choice of device.
-pub(crate) const PLACED: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve, Demo, RewardsTry];
+pub(crate) const PLACED: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve, Demo, Bench, RewardsTry];
 /// Verbs that may use a medium more than once.
 pub(crate) const CACHES: &[Verb] = &[Train, Sft, Generate, Score, Eval, Demo, RewardsTry];
 /// Verbs that take an adapter.

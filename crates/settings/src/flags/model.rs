@@ -4,6 +4,7 @@ use super::*;
 use crate::DeviceChoice;
 use crate::cards;
 use crate::names::{Bf16Products, ExportFormat, QuantizedActivations, words};
+use crate::run::Workload;
 use crate::values::Field as _;
 use Kind::{Bool, Choice, Path, Text};
 use omnigrpo_models::{GgufPrecision, WeightDtype};
@@ -44,6 +45,7 @@ pub const FLAGS: &[Flag] = &[
              (`cuda` is the first; CUDA_VISIBLE_DEVICES hides some). `auto` takes the first GPU, else the CPU, \
              and prints which and why.",
     )
+    .idle(|s, verb| (verb == Bench && s.bench.workload == Workload::Own).then_some("the workload `own` runs on the CPU"))
     .free(LOOP)
     .per_rank(),
     row(

@@ -367,7 +367,7 @@ mod tests {
             assert!(seen.insert(name), "`{name}` is in two rows");
             assert_eq!(
                 flags::find(name).is_some(),
-                matches!(*name, "report_to" | "deepspeed" | "reward_funcs"),
+                matches!(*name, "report_to" | "deepspeed" | "reward_funcs" | "optim"),
                 "{name}"
             );
         }

@@ -30,9 +30,9 @@ use omnigrpo_train::{
 };
 use serde_json::json;
 
-use super::print;
-use crate::settings::Settings;
+use super::{print, workload};
 use crate::settings::problem::Problem;
+use crate::settings::{Settings, Workload};
 use omnigrpo_session::profile::table;
 use omnigrpo_session::{Session, setup};
 
@@ -49,6 +49,9 @@ pub fn bench(settings: &Settings, session: &Session) -> Result<()> {
     let scratch = tempfile::tempdir().context("a temporary directory could not be made")?;
     let dir = scratch.path();
     checkpoint(settings, dir)?;
+    if settings.bench.workload != Workload::Own {
+        return workload::measure(settings, session, dir);
+    }
     let start = Checkpoint::open(dir)?;
     let mut settings = settings.clone();
     if start.family().reads_text_only() {
@@ -58,7 +61,7 @@ pub fn bench(settings: &Settings, session: &Session) -> Result<()> {
     let options = LoadOptions { dtype: settings.model.dtype, ..LoadOptions::default() };
     let model = Model::load(&start, &LoadOptions { random: Some(settings.algorithm.seed), ..options })?;
     Selection::ALL.apply(&model)?;
-    let prompts = prompts(settings, &start)?;
+    let prompts = prompts(settings, &start, settings.bench.completion_tokens)?;
     let rows = rows(settings, &prompts, dir)?;
     let shape = RolloutShape {
         prompt_tokens: rows[0].prompt.ids.len(),
@@ -267,7 +270,11 @@ fn checkpoint(settings: &Settings, dir: &Path) -> Result<()> {
     }
     std::fs::write(dir.join("preprocessor_config.json"), PREPROCESSOR)?;
     if settings.model.name.is_none() {
-        return Ok(std::fs::write(dir.join("config.json"), CONFIG)?);
+        let config = match settings.bench.workload {
+            Workload::Own => CONFIG.to_vec(),
+            Workload::EasyR1 => published_3b()?,
+        };
+        return Ok(std::fs::write(dir.join("config.json"), config)?);
     }
     let from = setup::checkpoint_dir(settings)?;
     for entry in std::fs::read_dir(&from).with_context(|| format!("reading {}", from.display()))? {
@@ -281,6 +288,28 @@ fn checkpoint(settings: &Settings, dir: &Path) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Returns the configuration of the embedded model with the published sizes of Qwen2.5-VL-3B.
+fn published_3b() -> Result<Vec<u8>> {
+    let mut config: serde_json::Value = serde_json::from_slice(CONFIG)?;
+    let sizes = json!({
+        "hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16, "num_hidden_layers": 36,
+        "num_key_value_heads": 2, "max_window_layers": 36, "vocab_size": 151_936, "max_position_embeddings": 128_000,
+    });
+    let tower = json!({
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    });
+    let put = |to: &mut serde_json::Value, from: serde_json::Value| {
+        for (key, value) in from.as_object().into_iter().flatten() {
+            to[key] = value.clone();
+        }
+    };
+    put(&mut config, sizes);
+    put(&mut config["vision_config"], tower);
+    config["rope_scaling"]["mrope_section"] = json!([16, 24, 24]);
+    Ok(serde_json::to_vec(&config)?)
 }
 
 fn algorithm(settings: &Settings) -> Divided {
@@ -299,21 +328,21 @@ fn algorithm(settings: &Settings) -> Divided {
     algorithm.into()
 }
 
-fn prompts(settings: &Settings, start: &Checkpoint) -> Result<PromptBuilder> {
+pub(super) fn prompts(settings: &Settings, start: &Checkpoint, longest: usize) -> Result<PromptBuilder> {
     let area = (settings.bench.image_px * settings.bench.image_px) as u64;
     let sized =
         !start.family().processor().idle_settings().fields.iter().any(|s| s.field == "image.max_pixels");
     let image = MediumOptions { max_pixels: sized.then_some(area), ..MediumOptions::default() };
     let prompt = PromptSettings {
         media: MediaSettings { image, ..MediaSettings::default() },
-        max_completion_length: settings.bench.completion_tokens,
+        max_completion_length: longest,
         ..PromptSettings::default()
     };
     Ok(PromptBuilder::open(start, prompt)?)
 }
 
 /// Returns prompts of the given length with pictures of noise.
-fn rows(settings: &Settings, prompts: &PromptBuilder, dir: &Path) -> Result<Vec<PreparedRow>> {
+pub(super) fn rows(settings: &Settings, prompts: &PromptBuilder, dir: &Path) -> Result<Vec<PreparedRow>> {
     let b = &settings.bench;
     let names: Vec<String> = (0..b.num_images).map(|i| format!("{i}.bmp")).collect();
     for (i, name) in names.iter().enumerate() {
@@ -380,6 +409,31 @@ mod tests {
         checkpoint(&settings, dir.path()).unwrap();
         let template = |dir: &Path| omnigrpo_text::ChatTemplate::from_dir(dir).unwrap().source().to_owned();
         assert_eq!(template(dir.path()), template(Path::new(given)));
+    }
+
+    /// The sizes are those of the published configuration.
+    #[test]
+    fn the_3b_has_its_published_sizes() {
+        let path = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../models/tests/golden/published/qwen2_5_vl_3B/config.json"
+        );
+        let published: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+        let own: serde_json::Value = serde_json::from_slice(&published_3b().unwrap()).unwrap();
+        let mut compared = 0;
+        for (own, published) in [(&own, &published), (&own["vision_config"], &published["vision_config"])] {
+            for (key, value) in own
+                .as_object()
+                .unwrap()
+                .iter()
+                .filter(|(key, value)| !key.ends_with("token_id") && value.is_u64())
+            {
+                assert!(published[key].is_null() || published[key] == *value, "{key}: {value}");
+                compared += usize::from(!published[key].is_null());
+            }
+        }
+        assert!(compared > 15, "{compared} sizes");
+        assert_eq!(own["rope_scaling"]["mrope_section"], published["rope_scaling"]["mrope_section"]);
     }
 
     #[test]

@@ -15,6 +15,7 @@ mod summary;
 mod train;
 mod translate;
 mod watch;
+mod workload;
 
 use std::io::IsTerminal as _;
 
