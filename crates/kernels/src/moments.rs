@@ -96,26 +96,25 @@ fn value<const N: u32>(code: u32) -> f32 {
     (0.1 + 0.9 * centre) * TENS[(N - b) as usize]
 }
 
-/// Returns the code of a value from 0 to 1, for `N` intervals. NaN has the code of 0.
+/// Returns the code of a value of at least 0 and about 1 at most, for `N` intervals. NaN has the code of 0.
 #[inline(always)]
 fn code<const N: u32>(x: f32) -> u32 {
+    const LIMITS: [f32; 6] = [1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6];
+    const TENS: [f32; 6] = [1e1, 1e2, 1e3, 1e4, 1e5, 1e6];
     let (mut up, mut count) = (1.0, (1 << N) as f32);
-    // The compiler unrolls the loop: comparisons with constants.
-    for (j, (limit, ten)) in
-        [1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6].into_iter().zip([1e1, 1e2, 1e3, 1e4, 1e5, 1e6]).enumerate()
-    {
-        if (j as u32) + 1 < N {
-            let below = x < limit;
-            up = if below { ten } else { up };
-            count = if below { (1 << (N - 1 - j as u32)) as f32 } else { count };
-        }
+    for j in 0..N as usize - 1 {
+        let below = x < LIMITS[j];
+        up = if below { TENS[j] } else { up };
+        count = if below { (1 << (N - 1) >> j) as f32 } else { count };
     }
-    let part = ((x * up - 0.1) * (1.0 / 0.9) * count).max(0.0).min(count - 1.0);
-    // Sums of small integers are exact.
-    let code = (part.floor() + (count - 1.0)) as u32;
-    let code = if x >= 1.0 { (2 << N) - 1 } else { code };
+    let part = (x * up - 0.1) * (1.0 / 0.9) * count;
+    let part = if part > 0.0 { part } else { 0.0 };
+    let part = if part > count - 1.0 { count - 1.0 } else { part };
+    // SAFETY: both numbers are at least 0 and at most 256. The comparisons have removed NaN.
+    let (part, first) = unsafe { (part.to_int_unchecked::<i32>(), count.to_int_unchecked::<i32>() - 1) };
+    let code = if x >= 1.0 { (2 << N) - 1 } else { part + first };
     let least = if N == 6 { 1e-6 } else { f32::MIN_POSITIVE };
-    if x >= least { code } else { 0 }
+    (if x >= least { code } else { 0 }) as u32
 }
 
 /// Values of all codes: with a sign, and without.
@@ -166,14 +165,17 @@ pub fn encode(x: &[f32], to: CodesMut, form: Form) {
 /// Returns the largest absolute value that is a number, with at most the largest finite one, or 0 if it is too small for a scale.
 #[inline(always)]
 fn scale_of(x: &[f32]) -> f32 {
+    let larger = |a: f32, b: f32| if a > b { a } else { b };
     let mut most = [0.0f32; 16];
-    for part in x.chunks(16) {
-        for (most, x) in most.iter_mut().zip(part) {
-            *most = if x.abs() > *most { x.abs() } else { *most };
+    let (blocks, rest) = x.as_chunks::<16>();
+    for block in blocks {
+        for i in 0..16 {
+            most[i] = larger(block[i].abs(), most[i]);
         }
     }
-    let most = most.into_iter().fold(0.0, f32::max).min(f32::MAX);
-    if most < LEAST_SCALE { 0.0 } else { most }
+    let most =
+        rest.iter().fold(0.0, |most, x| larger(x.abs(), most)).max(most.into_iter().fold(0.0, f32::max));
+    if most < LEAST_SCALE { 0.0 } else { most.min(f32::MAX) }
 }
 
 simd_fn! {
@@ -181,10 +183,11 @@ simd_fn! {
     fn encode_signed<'a>(_simd: S, x: &'a [f32], codes: &'a mut [u8]) -> f32 {
         let scale = scale_of(x);
         let by = if scale > 0.0 { scale } else { f32::INFINITY };
-        for (to, &x) in codes.iter_mut().zip(x) {
-            let magnitude = code::<6>(x.abs() / by);
-            let sign = if x < 0.0 && magnitude > 0 { 128 } else { 0 };
-            *to = (magnitude | sign) as u8;
+        let codes = &mut codes[..x.len()];
+        for i in 0..x.len() {
+            let magnitude = code::<6>(x[i].abs() / by);
+            let sign = if x[i] < 0.0 && magnitude > 0 { 128 } else { 0 };
+            codes[i] = (magnitude | sign) as u8;
         }
         scale
     }
@@ -194,8 +197,9 @@ simd_fn! {
     fn encode_unsigned<'a>(_simd: S, x: &'a [f32], codes: &'a mut [u8]) -> f32 {
         let scale = scale_of(x);
         let by = if scale > 0.0 { scale } else { f32::INFINITY };
-        for (to, &x) in codes.iter_mut().zip(x) {
-            *to = code::<7>(x / by) as u8;
+        let codes = &mut codes[..x.len()];
+        for i in 0..x.len() {
+            codes[i] = code::<7>(x[i] / by) as u8;
         }
         scale
     }

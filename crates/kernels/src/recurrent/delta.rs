@@ -31,8 +31,8 @@ use crate::mat::{Mat, MatMut, check};
 use crate::microkernel::Product;
 use crate::parallel::{self, Shared};
 use crate::profile::{Op, span};
-use crate::simd::{Simd, exp, load, load_ptr, store, store_ptr};
-use crate::workspace::{DELTA, Line, reserve};
+use crate::simd::{Simd, exp, load, load_ptr, prefetch, store, store_ptr};
+use crate::workspace::{DELTA, LINE, Line, reserve};
 
 /// Number of rows of a chunk.
 pub const CHUNK: usize = 64;
@@ -248,12 +248,24 @@ simd_fn! {
         let d = x.cols;
         for (t, norm) in norms.iter_mut().enumerate() {
             let (from, to) = (x.row(first + t), &mut to[t * d..(t + 1) * d]);
+            fetch_row(x, first + t);
             *norm = scale / (dot(simd, from, from) + EPS).sqrt();
             let by = simd.splat_f32s(*norm);
             for i in (0..d).step_by(S::F32_LANES) {
                 store(simd, to, i, simd.mul_f32s(load(simd, from, i), by));
             }
         }
+    }
+}
+
+/// Prefetches a row that is read soon after row `t`. Rows are far apart in memory, so the machine does not foresee them.
+#[inline(always)]
+fn fetch_row(x: Mat, t: usize) {
+    /// Number of rows by which prefetching runs ahead.
+    const AHEAD: usize = 12;
+    let row = x.data.as_ptr().wrapping_add((t + AHEAD) * x.stride);
+    for line in (0..x.cols).step_by(LINE) {
+        prefetch(row.wrapping_add(line));
     }
 }
 
@@ -313,6 +325,7 @@ simd_fn! {
                           by: &'a Decays) -> () {
         let d = v.cols;
         for (t, (e, u)) in e.chunks_exact_mut(d).zip(u.chunks_exact_mut(d)).enumerate() {
+            fetch_row(v, first + t);
             let v = v.row(first + t);
             let (minus, beta) = (simd.splat_f32s(-by.since[t]), simd.splat_f32s(by.beta[t]));
             for i in (0..d).step_by(S::F32_LANES) {
