@@ -103,38 +103,61 @@ pub fn measure(settings: &Settings, session: &Session, dir: &Path) -> Result<()>
         last = Some(done);
     }
     let last = last.context("no step was measured")?;
-    let prompt_tokens = rows[0].prompt.ids.len();
-    let num_params: usize = model.params().iter().map(|p| p.len()).sum();
+    let shape = Shape {
+        device: model.device().to_string(),
+        num_params: model.params().iter().map(|p| p.len()).sum(),
+        num_prompts: rows.len(),
+        prompt_tokens: rows[0].prompt.ids.len(),
+    };
     if let Some(path) = &settings.io.json {
+        let text = serde_json::to_string_pretty(&shape.json(settings, &last))? + "\n";
+        std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))?;
+    }
+    print(&shape.text(settings, &last))
+}
+
+/// What is measured.
+struct Shape {
+    device: String,
+    num_params: usize,
+    num_prompts: usize,
+    prompt_tokens: usize,
+}
+
+impl Shape {
+    fn text(&self, settings: &Settings, last: &Step) -> String {
+        let Self { device, num_params, num_prompts, prompt_tokens } = self;
+        let (images, mean) = (settings.bench.num_images, settings.bench.completion_tokens);
+        let mut out = format!(
+            "{:.2} million parameters with random values on {device}, {num_prompts} prompts of {prompt_tokens} tokens with {images} image{}, {} \
+             completions each\nlengths: geometric with a mean of {mean} tokens, at most {} (an assumption); here {:.0} in the mean\n\n",
+            *num_params as f64 / 1e6,
+            if images == 1 { "" } else { "s" },
+            settings.algorithm.num_generations,
+            LONGEST * mean,
+            last.tokens as f64 / last.completions.max(1) as f64,
+        );
+        for (name, secs) in last.phases.iter().filter(|(_, secs)| *secs > 0.0) {
+            out.push_str(&format!("{name:24}{secs:>10.2} s{:>6.0} %\n", 100.0 * secs / last.secs));
+        }
+        let rate = last.tokens as f64 / last.secs;
+        out.push_str(&format!(
+            "{:24}{:>10.2} s\n{:24}{rate:>10.1}\n",
+            "step", last.secs, "completion tokens/s"
+        ));
+        out
+    }
+
+    fn json(&self, settings: &Settings, last: &Step) -> Value {
         let phases: serde_json::Map<String, Value> =
             last.phases.iter().map(|(name, secs)| (name.clone(), json!(secs))).collect();
-        let all = json!({
-            "device": model.device().to_string(), "parameters": num_params, "num_prompts": rows.len(),
-            "num_generations": settings.algorithm.num_generations, "prompt_tokens": prompt_tokens, "mean_tokens": mean,
-            "completion_tokens": last.tokens, "step_secs": last.secs, "tokens_per_sec": last.tokens as f64 / last.secs, "phases": phases,
-            "peak_bytes": peak_memory_bytes(),
-        });
-        std::fs::write(path, serde_json::to_string_pretty(&all)? + "\n")
-            .with_context(|| format!("writing {}", path.display()))?;
+        json!({
+            "device": self.device, "parameters": self.num_params, "num_prompts": self.num_prompts,
+            "num_generations": settings.algorithm.num_generations, "prompt_tokens": self.prompt_tokens,
+            "mean_tokens": settings.bench.completion_tokens, "completion_tokens": last.tokens, "step_secs": last.secs,
+            "tokens_per_sec": last.tokens as f64 / last.secs, "phases": phases, "peak_bytes": peak_memory_bytes(),
+        })
     }
-    let mut out = format!(
-        "{:.2} million parameters with random values on {}, {} prompts of {prompt_tokens} tokens with {} image{}, {} completions each\n\
-         lengths: geometric with a mean of {mean} tokens, at most {} (an assumption); here {:.0} in the mean\n\n",
-        num_params as f64 / 1e6,
-        model.device(),
-        rows.len(),
-        settings.bench.num_images,
-        if settings.bench.num_images == 1 { "" } else { "s" },
-        settings.algorithm.num_generations,
-        LONGEST * mean,
-        last.tokens as f64 / last.completions.max(1) as f64,
-    );
-    for (name, secs) in last.phases.iter().filter(|(_, secs)| *secs > 0.0) {
-        out.push_str(&format!("{name:24}{secs:>10.2} s{:>6.0} %\n", 100.0 * secs / last.secs));
-    }
-    let rate = last.tokens as f64 / last.secs;
-    out.push_str(&format!("{:24}{:>10.2} s\n{:24}{rate:>10.1}\n", "step", last.secs, "completion tokens/s"));
-    print(&out)
 }
 
 /// Lets so many tokens end a completion that its mean length is `mean`.
