@@ -36,7 +36,9 @@ pub struct MomentCodes {
 /// First and second moment.
 #[derive(Debug)]
 pub enum Moments<'a> {
+    /// In f32.
     F32([&'a mut Array; 2]),
+    /// In 8 bits.
     Codes([&'a mut MomentCodes; 2]),
 }
 

@@ -4,7 +4,8 @@
 //! Codes are dense near 1 and reach down to 10⁻⁶ (first moment, with a sign) or 10⁻⁷ (second moment): the interval from `10^(b−n−1)` to
 //! `10^(b−n)` has `2^b` codes, for `b` from 1 to `n`, at the centres of equal parts. `n` is 6 with a sign and 7 without. Two more codes
 //! are 0 and 1. This is the dynamic map of arXiv 2110.02861, except that a negative value can have the code of 1, and that a second
-//! moment which is not 0 never becomes 0: the weight would move by its first moment divided by ε.
+//! moment below all intervals has the first code: with 0, the weight would move by its first moment divided by ε. A block whose values are
+//! below 10⁻³⁰ is 0.
 //!
 //! A value of a code that is encoded again has the same code, so a state that was saved in f32 is restored to the bit.
 
@@ -29,7 +30,9 @@ pub struct Codes {
 /// A [`Codes`] to change.
 #[derive(Debug)]
 pub struct CodesMut<'a> {
+    /// Codes.
     pub codes: &'a mut [u8],
+    /// Scales of their blocks.
     pub scales: &'a mut [f32],
 }
 

@@ -120,6 +120,7 @@ impl AdamW {
 /// A weight to update.
 #[derive(Debug)]
 pub enum Updated<'a> {
+    /// An f32 weight.
     F32(&'a mut [f32]),
     /// A bf16 weight with an f32 master, which is updated. The weight receives it, rounded to nearest even.
     Master(&'a mut [bf16], &'a mut [f32]),
@@ -183,7 +184,9 @@ impl Updated<'_> {
 /// First and second moment of a weight.
 #[derive(Debug)]
 pub enum Moments<'a> {
+    /// In f32.
     F32([&'a mut [f32]; 2]),
+    /// In 8 bits.
     Codes([CodesMut<'a>; 2]),
 }
 

@@ -224,9 +224,9 @@ pub(crate) fn product<'a>(x: &Rows, mut weights: impl Iterator<Item = &'a Arc<Pa
     }
 }
 
-/// Counts a gradient of the weight if the weight is trained.
+/// Counts a gradient of the weight if the weight is trained. One that is stored in bf16 is in f32 while something is added.
 pub(crate) fn reach(param: &Param) {
-    param.reach(Device::Outline);
+    drop(param.gradient(Device::Outline));
 }
 
 #[cfg(test)]

@@ -1247,6 +1247,10 @@ fn gradients_in_bf16_are_rounded_after_each_addition() {
     });
     let ((), seen) = footprint(|| params.iter().for_each(|param| param.reach(Device::Outline)));
     assert_eq!(seen.of(Held::Gradients), (3 * 2 + 4 + 2) * n as u64);
+    // A second addition to the first one.
+    let add = || params[0].with_grad(|grad| assert_eq!(grad.unwrap().num_bytes(), 4 * n));
+    let ((), seen) = footprint(add);
+    assert_eq!(seen.of(Held::Gradients), (4 * 2 + 4) * n as u64);
 }
 
 /// The state is stored next to the weight on a GPU or in main memory, moves between devices, and gives the same bits everywhere, in

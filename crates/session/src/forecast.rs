@@ -2,12 +2,12 @@
 //! `plan` also predicts the time of a run: on the CPU from measured rates, and on a GPU from stated ones.
 
 use anyhow::Result;
-use omnigrpo_models::{MediumShape, WeightDtype};
+use omnigrpo_models::MediumShape;
 use omnigrpo_ops::{Device, Rates};
 use omnigrpo_text::Form;
 use omnigrpo_train::{
-    BytesEach, Divided, Forecast, GradDtype, Limit, Longest, Memory, Need, Objective, Offload, Optim, Phase,
-    Prepared, RunPlan, Speed, StepTime, Variant, fits, room,
+    BytesEach, Divided, Forecast, Limit, Longest, Memory, Need, Objective, Offload, Phase, Prepared, RunPlan,
+    Speed, StepTime, Variant, fits, room,
 };
 use serde_json::{Map, Value as Json, json};
 
@@ -378,10 +378,16 @@ pub fn fit(
     let Some(problem) = too_much(forecast, &ways) else { return Ok((Flags::new(), forecast.need.memory)) };
     ways.retain(|way| way.flags.iter().all(|(name, _)| !kept.contains(name)));
     let mut way = ways.into_iter().find(|way| forecast.allows(&way.need)).ok_or(problem)?;
-    // A combination may have more flags than it needs.
+    // A combination may have more flags than it needs. A weight without a master is rounded at random.
     for at in (0..way.flags.len()).rev() {
         let mut flags = way.flags.clone();
-        flags.remove(at);
+        match flags.get(at) {
+            Some(("stochastic_rounding", _)) | None => continue,
+            Some(("pure_bf16", _)) => {
+                flags.retain(|(name, _)| !["pure_bf16", "stochastic_rounding"].contains(name))
+            }
+            Some(_) => drop(flags.remove(at)),
+        }
         let need = with_flags(resolved, session, prepared, &flags, |_, variant| prepared.memory(variant));
         if let Some(Ok(need)) = need.filter(|need| need.as_ref().is_ok_and(|need| forecast.allows(need))) {
             way = Way { flags, need };
@@ -543,7 +549,7 @@ fn reductions(s: &Settings, prepared: &Prepared, media: &[Flags]) -> Vec<Flags> 
     single.extend((completion >= 64).then(|| one("max_completion_length", completion / 2)));
     single.extend(s.algorithm.loss.needs_reference().then(|| one("beta", 0)));
     single.extend(peft.clone());
-    let small = small_state(s);
+    let small = small_state(s, prepared.forecast().need.memory.each, exact.concat().contains(&files()[0]));
     single.extend(small.clone());
     let smallest: Vec<Flags> = small.last().cloned().into_iter().collect();
     if !quantised {
@@ -568,16 +574,24 @@ fn reductions(s: &Settings, prepared: &Prepared, media: &[Flags]) -> Vec<Flags> 
     all
 }
 
-/// Returns the flags with which a weight takes fewer bytes beside its value, in training of all weights: each form alone, and all.
-fn small_state(s: &Settings) -> Vec<Flags> {
+/// Returns the setting of a state in files.
+fn files() -> Flags {
+    one("offload_optimizer", "file")
+}
+
+/// Returns the flags with which a weight takes fewer bytes beside its value, in training of all weights: each form alone, and all. A
+/// state in files has moments in f32.
+fn small_state(s: &Settings, now: BytesEach, in_files: bool) -> Vec<Flags> {
     if s.model.use_peft {
         return Vec::new();
     }
+    let in_files = in_files || s.optimizer.offload == Offload::File;
     let mut each = Vec::new();
-    each.extend((s.optimizer.optim == Optim::AdamW).then(|| one("optim", "adamw_8bit")));
-    each.extend((s.optimizer.grad_dtype == GradDtype::Float32).then(|| one("grad_dtype", "bfloat16")));
-    let has_master = s.model.dtype != WeightDtype::Float32 && !s.optimizer.pure_bf16;
-    each.extend(has_master.then(|| [one("pure_bf16", true), one("stochastic_rounding", true)].concat()));
+    each.extend((now.moments == 8 && !in_files).then(|| one("optim", "adamw_8bit")));
+    each.extend((now.gradient == 4).then(|| one("grad_dtype", "bfloat16")));
+    each.extend(
+        (now.master > 0).then(|| [one("pure_bf16", true), one("stochastic_rounding", true)].concat()),
+    );
     if each.len() > 1 {
         each.push(each.concat());
     }

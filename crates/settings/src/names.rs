@@ -184,11 +184,11 @@ listed!(Optim:
 );
 listed!(GradDtype:
     "float32" = GradDtype::Float32, "4 bytes a weight.";
-    "bfloat16" = GradDtype::Bfloat16, "2 bytes a weight. Each micro-batch is added in float32 and rounded.";
+    "bfloat16" = GradDtype::Bfloat16, "2 bytes a weight. Each stream of tokens is added in float32, and the sum is rounded.";
 );
 listed!(Workload:
     "own" = Workload::Own, "Equal prompts and completions of the sizes that are given.";
-    "easyr1-3b" = Workload::EasyR1, "A step that EasyR1 publishes: Qwen2.5-VL-3B, 512 questions with a picture, 5 completions each.";
+    "easyr1-3b" = Workload::EasyR1, "A step that EasyR1 publishes: Qwen2.5-VL-3B, 512 questions with a picture, 5 completions each; one update.";
 );
 listed!(Shard:
     "none" = Shard::None, "Every process has the complete state.";

@@ -6,7 +6,7 @@ use std::path::Path;
 use omnigrpo_grpo::{AdvantageKind, Covariance, Surrogate};
 use omnigrpo_guard::names::{nearest, shown};
 use omnigrpo_scorers::RewardModel;
-use omnigrpo_train::{EvalWhen, SaveWhen, Selection};
+use omnigrpo_train::{EvalWhen, GradDtype, SaveWhen, Selection};
 
 use crate::flags::Verb::{self, Demo, Eval, Export, Generate, Serve, Sft, Train, Watch};
 use crate::names::{ExportFormat, Tracker};
@@ -270,6 +270,14 @@ const RULES: &[Rule] = &[
         let mut wrong = both(model.load_in_8bit, model.load_in_4bit, "");
         wrong.extend(both(model.ref_load_in_8bit, model.ref_load_in_4bit, "ref_"));
         wrong
+    }),
+    rule_in(&[Train, Sft], |s| {
+        let parts = s.ranks.nproc_per_node.unwrap_or(1).max(s.algorithm.split.leaves.unwrap_or(1));
+        when(s.optimizer.grad_dtype == GradDtype::Bfloat16 && parts > 1, || {
+            Problem::usage(format!("gradients that {parts} parts of an update sum up are in float32"))
+                .got("`grad_dtype` bfloat16")
+                .expected("`grad_dtype` float32, or one process and `gradient_leaves` 1")
+        })
     }),
     rule_in(&[Train, Sft], |s| {
         when((s.model.load_in_8bit || s.model.load_in_4bit) && !s.model.use_peft, || {

@@ -147,7 +147,7 @@ pub enum Workload {
     #[default]
     Own,
     /// That of a published run of EasyR1: 512 questions about a picture of geometry (geo3k) with 5 completions each, Qwen2.5-VL-3B, all
-    /// weights, KL with 0.01, in bfloat16.
+    /// weights, KL with 0.01, in bfloat16. Here, one update takes all completions, and computes activations again.
     EasyR1,
 }
 

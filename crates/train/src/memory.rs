@@ -25,7 +25,7 @@ use crate::error::{DEVICE, Result, TrainError};
 use crate::features::{self, Keep};
 use crate::imitate::{StepExample, imitate};
 use crate::lender::is_lent;
-use crate::optimizer::{AdamW, AdamWConfig, GradDtype, Offload};
+use crate::optimizer::{AdamW, AdamWConfig, Offload};
 use crate::rollouts::{Group, Kept, Rollouts, Scored};
 use crate::room;
 use crate::rows::PreparedRow;
@@ -152,15 +152,16 @@ pub struct Memory {
     pub each: BytesEach,
 }
 
-/// Bytes of a trained value in one place, without scales.
+/// Bytes of a trained value in one memory, without the scales of 8-bit moments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BytesEach {
     /// The value.
     pub value: u64,
+    /// Its gradient.
     pub gradient: u64,
     /// Both moments.
     pub moments: u64,
-    /// The master, or what it has more than the weight.
+    /// The master, or on a card the half of it that the weight lacks.
     pub master: u64,
 }
 
@@ -346,11 +347,12 @@ fn lasting(model: &Model, plan: &MemoryPlan) -> Memory {
     let mut out = Memory::default();
     if let Some(largest) = model.params().iter().filter(|p| p.trainable()).max_by_key(|p| p.len()) {
         let (len, optimizer) = (largest.len().max(1), &plan.optimizer);
-        let has_state = state_bytes(largest.dtype(), len as u64, plan) > 0;
+        let has_state =
+            optimizer.offload != Offload::File && state_bytes(largest.dtype(), len as u64, plan) > 0;
         let each = |bytes: usize| (bytes / len) as u64;
         out.each = BytesEach {
             value: each(largest.num_bytes()),
-            gradient: each(optimizer.grad_bytes(len)),
+            gradient: each(optimizer.grad_bytes(largest)),
             moments: if has_state { each(optimizer.moment_bytes(len)) } else { 0 },
             master: if has_state { master_bytes(largest.dtype(), plan) } else { 0 },
         };
@@ -421,7 +423,7 @@ fn measured(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
         return Err(TrainError::setting(DEVICE, &device, "expected Device::Outline".into()));
     }
     for param in model.params() {
-        param.keep_grad_in_bf16(plan.optimizer.grad_dtype == GradDtype::Bfloat16);
+        plan.optimizer.place_grad(param);
     }
     let mut out = lasting(model, plan);
     let parts = Parts::of(model, plan);

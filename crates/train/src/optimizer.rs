@@ -55,9 +55,11 @@ pub enum Optim {
 /// Form in which a gradient is kept until the update.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub enum GradDtype {
+    /// f32.
     #[default]
     Float32,
-    /// bf16, rounded after each micro-batch, for weights of at least 4,096 values. Additions compute in f32, weight by weight.
+    /// bf16 for weights of the language model with at least 4,096 values. Each addition computes in f32 and is rounded: one for each
+    /// stream of tokens, and two for a head that is also the embedding. Towers and projector add up media, and keep f32.
     Bfloat16,
 }
 
@@ -130,10 +132,15 @@ impl AdamWConfig {
         if self.codes(len) { 2 * (len + 4 * len.div_ceil(BLOCK)) } else { 8 * len }
     }
 
-    /// Returns the bytes of the gradient of a weight with `len` values.
-    pub fn grad_bytes(&self, len: usize) -> usize {
-        let is_narrow = self.grad_dtype == GradDtype::Bfloat16 && len >= LEAST_CODED;
-        if is_narrow { 2 * len } else { 4 * len }
+    /// Lets a weight keep its gradient in the dtype of these settings.
+    pub(crate) fn place_grad(&self, param: &Param) {
+        param.keep_grad_in_bf16(self.grad_dtype == GradDtype::Bfloat16 && param.part() == Part::Llm);
+    }
+
+    /// Returns the bytes of the gradient of a weight, between two additions.
+    pub fn grad_bytes(&self, param: &Param) -> usize {
+        self.place_grad(param);
+        if param.keeps_grad_in_bf16() { 2 * param.len() } else { 4 * param.len() }
     }
 }
 
@@ -176,7 +183,7 @@ impl AdamW {
             })
             .collect();
         for (param, ..) in &params {
-            param.keep_grad_in_bf16(config.grad_dtype == GradDtype::Bfloat16);
+            config.place_grad(param);
         }
         let exchange = Exchange::alone(params.iter().map(|(param, ..)| Arc::clone(param)).collect());
         let given = || config.offload_folder.clone().unwrap_or_else(std::env::temp_dir);
@@ -228,7 +235,7 @@ impl AdamW {
     pub fn over(self, split: &Split, model: &Model) -> Result<Self> {
         if self.config.grad_dtype == GradDtype::Bfloat16 && !split.is_off() {
             let what = format!(
-                "gradients that {} parts of an update sum up are in float32; expected float32, or one process",
+                "gradients that {} parts of an update sum up are in float32; expected float32, or one process with one leaf",
                 split.num_leaves()
             );
             return Err(TrainError::setting(GRAD_DTYPE, "bfloat16", what));
@@ -445,7 +452,7 @@ impl AdamW {
     pub fn bytes(&self) -> usize {
         let each = |p: &Param| {
             let master = if self.has_master(p) { 4 * p.len() } else { 0 };
-            self.config.grad_bytes(p.len()) + self.config.moment_bytes(p.len()) + master
+            self.config.grad_bytes(p) + self.config.moment_bytes(p.len()) + master
         };
         self.params.iter().map(|(p, ..)| each(p)).sum()
     }

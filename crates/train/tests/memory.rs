@@ -174,7 +174,15 @@ fn holds_what_its_outline_says(family: &str, numbers_per_token: usize, numbers_p
                 let small: u64 = trained().filter(|len| *len < 4096).sum();
                 let scales: u64 = trained().filter(|len| *len >= 4096).map(|len| 8 * len.div_ceil(256)).sum();
                 assert_eq!(told.optimizer, 2 * (all - small) + scales + 8 * small);
-                assert!(told.gradients < 3 * all, "{name}: {} for {all} weights", told.gradients);
+                // While something is added, a gradient is in f32.
+                let params = || model.params().iter().filter(|p| p.trainable());
+                let most = params().map(|p| optimizer.grad_bytes(p)).sum::<usize>()
+                    + params().map(|p| 4 * p.len()).max().unwrap();
+                assert!(
+                    told.gradients <= most as u64 && most < 4 * all as usize,
+                    "{name}: {} of {most}",
+                    told.gradients
+                );
             }
             _ => assert_eq!(told.optimizer, 8 * all),
         }

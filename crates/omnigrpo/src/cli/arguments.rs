@@ -468,10 +468,11 @@ fn clap_problem(error: &clap::Error, args: &[OsString]) -> Result<String, Proble
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
+    use std::collections::BTreeMap;
     use std::ffi::OsString;
 
     use super::*;
-    use crate::settings::values::{Given, Origin};
+    use crate::settings::values::{Given, Origin, Raw};
     use crate::settings::{Flag, Kind, Layer, Settings, all, config};
 
     /// A setting that is a number refuses NaN and infinity by name, on the command line, in a file and from a program. JSON has
@@ -486,6 +487,21 @@ mod tests {
         let numbers: Vec<&Flag> =
             all().filter(|flag| is_number(&flag.kind) || unit(flag).is_some()).collect();
         assert!(numbers.len() > 100, "{}", numbers.len());
+        // A command line names each of its mistakes.
+        let mut by_verb: BTreeMap<String, Vec<&Flag>> = BTreeMap::new();
+        for flag in &numbers {
+            by_verb.entry(flag.verbs[0].name()).or_default().push(flag);
+        }
+        for (verb, flags) in by_verb {
+            let wrong =
+                flags.iter().map(|flag| format!("--{}=nan{}", flag.name, unit(flag).unwrap_or_default()));
+            let words =
+                ["omnigrpo", verb.as_str()].into_iter().flat_map(|word| word.split(' ')).map(str::to_owned);
+            let told = parse(words.chain(wrong).map(OsString::from), |_| None).expect_err(&verb).to_string();
+            for flag in flags {
+                assert!(told.contains(&format!("--{}", flag.name)), "{verb} {}: {told}", flag.name);
+            }
+        }
         for flag in numbers {
             let (name, unit, verb) = (flag.name, unit(flag).unwrap_or_default(), flag.verbs[0]);
             let named = |problem: &str, text: &str| {
@@ -501,10 +517,10 @@ mod tests {
             };
             for text in ["nan", "NaN", "inf", "-inf", "Infinity", "1e999", "-1e999"] {
                 let text = format!("{text}{unit}");
-                let line = format!("omnigrpo {} --{name}={text}", verb.name());
-                let words = line.split(' ').map(str::to_owned);
-                let given = parse(words.map(OsString::from), |_| None);
-                named(&given.expect_err(name).to_string(), &text);
+                let given = Given::read(flag, &Raw::Arguments(vec![text.clone()]), Origin::Flag);
+                let of_field =
+                    given.and_then(|given| (flag.place.set)(&mut Settings::default(), &given.value));
+                named(&of_field.expect_err(name).to_string(), &text);
                 let from_program: Vec<String> = said(Layer::of(verb, [(name, text.clone().into())]));
                 named(&from_program.concat(), &text);
                 if matches!(flag.kind, Kind::Floats) {

@@ -67,8 +67,8 @@ enum OnHost {
 const FORMS: [Form; 2] = [Form::Signed, Form::Unsigned];
 
 /// Weights with fewer values have moments in f32: they take little memory, and norms and biases are sensitive. Ranks cut weights at
-/// multiples of this, so the form does not depend on their number.
-pub const LEAST_CODED: usize = 4096;
+/// multiples of this, so blocks of codes do not depend on their number.
+pub const LEAST_CODED: usize = optim::SQUARES_BLOCK;
 
 impl Default for OnHost {
     fn default() -> Self {
@@ -154,8 +154,8 @@ impl Moments {
     /// Returns an error if the file cannot be created.
     pub fn in_file(mut self, folder: &Arc<Path>) -> Result<Self> {
         self.folder = Some(Arc::clone(folder));
-        if let OnHost::Memory(numbers) = &mut self.host {
-            let numbers = std::mem::take(numbers);
+        if !matches!(self.host, OnHost::File(_)) {
+            let numbers = std::mem::take(&mut self.host).numbers();
             self.store(numbers)?;
         }
         Ok(self)
@@ -349,11 +349,10 @@ pub struct Squares {
 /// Returns the sum of squares of each weight's gradient, or `None` for a weight without a gradient. Waits once for a GPU. With
 /// `offload`, gradients on a GPU then start to travel to main memory.
 pub fn squares(params: &[&Param], offload: bool) -> Vec<Option<Squares>> {
-    let known = |param: &&Param| param.squares_if_sent().or_else(|| param.squares_if_narrow());
-    let mut all: Vec<Option<Squares>> = params.iter().map(known).collect();
+    let mut all: Vec<Option<Squares>> = params.iter().map(|param| param.squares_if_sent()).collect();
     let here: Vec<(usize, Rows)> = (params.iter().enumerate())
         .filter(|(at, _)| all[*at].is_none())
-        .filter_map(|(at, param)| Some((at, param.with_grad(|grad| grad.cloned())?)))
+        .filter_map(|(at, param)| Some((at, param.grad_to_sum()?)))
         .collect();
     let sums = crate::gpu::sums_of_squares(&here.iter().map(|(_, rows)| rows).collect::<Vec<_>>());
     for ((at, rows), sum) in here.into_iter().zip(sums) {

@@ -56,6 +56,11 @@ impl Param {
         self.trained.in_bf16.store(on && self.len() >= LEAST_CODED, Ordering::Relaxed);
     }
 
+    /// Returns whether the gradient is kept in bf16.
+    pub fn keeps_grad_in_bf16(&self) -> bool {
+        self.trained.in_bf16.load(Ordering::Relaxed)
+    }
+
     /// Returns whether this is the weight `[n, k]` of a linear layer, which can have an adapter.
     pub fn is_linear(&self) -> bool {
         self.trained.linear.load(Ordering::Relaxed)
@@ -136,7 +141,7 @@ impl Param {
 
     /// Stores a gradient in bf16 if the weight keeps it so.
     fn narrow(&self, grad: &mut Option<Rows>) {
-        if self.trained.in_bf16.load(Ordering::Relaxed)
+        if self.keeps_grad_in_bf16()
             && let Some(rows) = grad.take()
         {
             self.travel().narrow = Some(holding(Held::Gradients, || Narrow::of(rows)));
@@ -178,11 +183,10 @@ impl Param {
         travel.sent.as_mut().map(Sent::squares)
     }
 
-    /// Returns the sum of squares of a gradient that is stored in bf16.
-    pub(crate) fn squares_if_narrow(&self) -> Option<Squares> {
-        let travel = self.travel();
-        let rows = travel.narrow.as_ref()?.wide();
-        Some(Squares { device: rows.device(), sum: rows.sum_of_squares() })
+    /// Returns the gradient for a sum: rows of its device, in bf16 if they are stored so there.
+    pub(crate) fn grad_to_sum(&self) -> Option<Rows> {
+        let narrow = self.travel().narrow.as_ref().map(Narrow::in_place);
+        narrow.or_else(|| self.with_grad(|grad| grad.cloned()))
     }
 
     /// Returns the place of the gradient in the order in which gradients were sent to main memory, or 0 if it was not sent.
@@ -279,6 +283,9 @@ impl Drop for GradGuard<'_> {
     fn drop(&mut self) {
         let is_last = self.param.travel().is_last;
         if is_last {
+            // With the bits of a gradient that stays.
+            let rounds = self.param.keeps_grad_in_bf16();
+            *self.grad = self.grad.take().map(|rows| if rounds { Narrow::of(rows).wide() } else { rows });
             self.param.send(&mut self.grad, None);
         }
         self.param.narrow(&mut self.grad);

@@ -71,6 +71,14 @@ impl Narrow {
         }
     }
 
+    /// Returns rows of the same values: on a GPU the stored ones, in bf16.
+    pub fn in_place(&self) -> Rows {
+        match self {
+            Self::Cpu(..) => self.wide(),
+            Self::Other(rows) => rows.clone(),
+        }
+    }
+
     /// Returns the values in f32.
     pub fn wide(&self) -> Rows {
         match self {

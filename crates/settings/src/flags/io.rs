@@ -162,6 +162,7 @@ pub const FLAGS: &[Flag] = &[
                     s.algorithm.num_generations = 5;
                     s.algorithm.loss.beta = 0.01;
                     s.model.dtype = WeightDtype::BFloat16;
+                    s.algorithm.recompute = true;
                 }
                 Ok(())
             },

@@ -55,7 +55,8 @@ pub const FLAGS: &[Flag] = &[
         .idle(|s, _| (s.optimizer.offload == Offload::File).then_some("files of `offload_optimizer` hold float32")),
     row("grad_dtype", Choice(words::<GradDtype>), at!(optimizer.grad_dtype), STEPS)
         .help(
-            "Form in which gradients are kept until the update, for weights of at least 4,096 values. `bfloat16` needs one process.",
+            "Form in which gradients are kept until the update, for weights of the language model with at least 4,096 values. `bfloat16` \
+             needs one process and `gradient_leaves` 1.",
         ),
     row("offload_optimizer", Switch(words::<Offload>), at!(optimizer.offload), STEPS)
         .help(

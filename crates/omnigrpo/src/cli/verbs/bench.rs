@@ -411,6 +411,25 @@ mod tests {
         assert_eq!(template(dir.path()), template(Path::new(given)));
     }
 
+    #[test]
+    fn a_workload_sets_the_published_sizes_and_flags_change_them() {
+        let settings = |yaml: &str| {
+            let values =
+                crate::settings::config::parse(yaml, "test", |_| crate::settings::values::Origin::Flag);
+            let environment = crate::settings::environment::Environment::default();
+            crate::settings::resolve(crate::settings::Verb::Bench, values, environment).unwrap().settings
+        };
+        let sizes = |s: &Settings| {
+            let b = &s.bench;
+            (b.num_prompts, b.prompt_tokens + b.num_images * (b.image_px / 28).pow(2), b.completion_tokens)
+        };
+        let of = |s: &Settings| (s.algorithm.num_generations, s.algorithm.loss.beta, s.algorithm.recompute);
+        let published = settings("workload: easyr1-3b");
+        assert_eq!((sizes(&published), of(&published)), ((512, 375, 300), (5, 0.01, true)));
+        let changed = settings("num_prompts: 51\nworkload: easyr1-3b\nbeta: 0");
+        assert_eq!((sizes(&changed), of(&changed)), ((51, 375, 300), (5, 0.0, true)));
+    }
+
     /// The sizes are those of the published configuration.
     #[test]
     fn the_3b_has_its_published_sizes() {
