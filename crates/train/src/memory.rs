@@ -157,7 +157,7 @@ pub struct Memory {
 pub struct BytesEach {
     /// The value.
     pub value: u64,
-    /// Its gradient.
+    /// The gradient of the value.
     pub gradient: u64,
     /// Both moments.
     pub moments: u64,

@@ -684,7 +684,7 @@ fn updates_in_few_bits_are_those_of_the_cpu() {
             assert_eq!(single.to_bf16(), host_single, "{what}");
         }
     }
-    // Those of the smallest numbers are rare.
+    // The codes of the smallest numbers are rare.
     let unseen = seen.iter().filter(|count| **count == 0).count();
     assert!(unseen < 60, "{unseen} codes did not occur");
 }

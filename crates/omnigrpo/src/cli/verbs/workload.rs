@@ -116,7 +116,7 @@ pub fn measure(settings: &Settings, session: &Session, dir: &Path) -> Result<()>
     print(&shape.text(settings, &last))
 }
 
-/// What is measured.
+/// Sizes of the measured step.
 struct Shape {
     device: String,
     num_params: usize,
