@@ -345,9 +345,10 @@ impl<'a> Places<'a> {
 pub fn narrow(x: &[f32]) -> Vec<bf16> {
     let mut out = vec![bf16::ZERO; x.len()];
     let to = Shared::new(&mut out);
-    // SAFETY: the ranges are disjoint.
     ranges(x.len(), BLOCK, x.len(), |range| {
-        round(&x[range.clone()], unsafe { to.part(range.start, range.len()) })
+        // SAFETY: the ranges are disjoint.
+        let to = unsafe { to.part(range.start, range.len()) };
+        round(&x[range], to);
     });
     out
 }

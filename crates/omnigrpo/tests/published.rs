@@ -269,8 +269,7 @@ fn video_r1_as_it_stands() {
         .fails(2, &["no answer is known to be right", "--length_bonus"]);
 }
 
-/// All weights of the published 7B, with 8 completions of 1,024 tokens, fit on a GPU with 80 GB in few bits, and not without. No single
-/// setting is enough.
+/// All weights of the published 7B, with 8 completions of 1,024 tokens, fit on a GPU with 80 GB in few bits, and not without.
 #[test]
 fn all_weights_of_a_7b_fit_on_80_gb_in_few_bits() {
     let place = Place::new();
@@ -287,16 +286,20 @@ fn all_weights_of_a_7b_fit_on_80_gb_in_few_bits() {
     let line = "plan --model model --train_file rows.jsonl --reward_funcs random --init_weights 1 --torch_dtype bfloat16 \
                 --num_generations 8 --max_completion_length 1024 --per_device_train_batch_size 1 --gradient_accumulation_steps 1 \
                 --max_steps 1 --beta 0 --gradient_checkpointing --device cuda --gpu_memory 80GB --json plan.json";
-    let total = |flags: &str, fits: bool| {
+    let total = |flags: &str| {
         let ran = place.run(&format!("{line} {flags}"));
-        let ran = if fits { ran.ok() } else { ran.fails(1, &["does not fit into the GPU's memory"]) };
         let plan: Value = serde_json::from_str(&place.text("plan.json")).unwrap();
-        assert_eq!(plan["fits"], json!(fits), "{flags}");
-        (plan["total"].as_u64().unwrap(), ran.stdout.clone() + &ran.stderr)
+        let total = plan["total"].as_u64().unwrap();
+        assert_eq!(
+            (&plan["fits"], ran.code),
+            (&json!(total <= 80_000_000_000), Some(i32::from(total > 80_000_000_000))),
+            "{flags}"
+        );
+        (total, ran.stdout.clone() + &ran.stderr)
     };
     let (moments, gradients) = ("--optim adamw_8bit", "--grad_dtype bfloat16");
     let masters = "--pure_bf16 --stochastic_rounding";
-    let (without, told) = total("", false);
+    let (without, told) = total("");
     assert!(
         told.contains("--optim adamw_8bit --grad_dtype bfloat16 --pure_bf16 --stochastic_rounding"),
         "{told}"
@@ -305,12 +308,12 @@ fn all_weights_of_a_7b_fit_on_80_gb_in_few_bits() {
         told.contains("16 bytes a trained weight: 2 for itself, 4 gradient, 8 moments, 2 rest of its master"),
         "{told}"
     );
-    let each = [moments, gradients, masters].map(|flags| without - total(flags, false).0);
-    let (all, told) = total(&format!("{moments} {gradients} {masters}"), true);
+    let each = [moments, gradients, masters].map(|flags| without - total(flags).0);
+    let (all, told) = total(&format!("{moments} {gradients} {masters}"));
     assert!(told.contains("6 bytes a trained weight: 2 for itself, 2 gradient, 2 moments\n"), "{told}");
     // 8.3 · 10⁹ weights save 6, 2 and 2 bytes.
     for (saved, bytes) in each.into_iter().zip([6.0, 2.0, 2.0]) {
         assert!((saved as f64 / 8.29e9 - bytes).abs() < 0.1, "{saved} for {bytes} bytes a weight");
     }
-    assert!(all < 70_000_000_000, "{all}");
+    assert!(without > 80_000_000_000 && all < 60_000_000_000, "{without} and {all}");
 }

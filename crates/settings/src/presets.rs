@@ -80,6 +80,29 @@ pub fn layer(name: &str, verb: Verb) -> Layer {
     layer
 }
 
+/// Sizes of the workloads of `bench`. A picture of 392 pixels has 14 × 14 tokens, so that a prompt has 375.
+const WORKLOADS: &[(&str, &str)] = &[(
+    "easyr1-3b",
+    "\
+num_prompts: 512
+num_generations: 5
+prompt_tokens: 179
+num_images: 1
+image_px: 392
+completion_tokens: 300
+num_steps: 1
+beta: 0.01
+torch_dtype: bfloat16
+gradient_checkpointing: true
+",
+)];
+
+/// Returns the settings of a workload of `bench` as a layer of settings; none for one without.
+pub fn workload(name: &str) -> Layer {
+    let found = WORKLOADS.iter().find(|(own, _)| *own == name);
+    found.map(|(_, text)| config::parse(text, name, |_| Origin::Preset(name.to_string()))).unwrap_or_default()
+}
+
 /// Returns the settings of a preset for a verb.
 pub fn settings(name: &str, verb: Verb) -> Vec<Given> {
     layer(name, verb).given

@@ -84,7 +84,12 @@ impl Resolution {
     fn collect(verb: Verb, given: Layer, env: &Environment) -> Self {
         let mut file = given.text("config").map(|path| config::read(Path::new(path))).unwrap_or_default();
         let preset = given.text("preset").or_else(|| file.text("preset"));
-        let preset = preset.map(|name| presets::layer(name, verb)).unwrap_or_default();
+        let workload = given.text("workload").or_else(|| file.text("workload"));
+        let preset = match (preset, workload) {
+            (_, Some(name)) => presets::workload(name),
+            (Some(name), None) => presets::layer(name, verb),
+            (None, None) => Layer::default(),
+        };
         let notes = presets::of_evaluation(&mut file, verb).into_iter().collect();
         let mut values = Values::defaults(verb);
         let trains_user_model = matches!(verb, Verb::Train | Verb::Sft);

@@ -272,7 +272,7 @@ const RULES: &[Rule] = &[
         wrong
     }),
     rule_in(&[Train, Sft], |s| {
-        let parts = s.ranks.nproc_per_node.unwrap_or(1).max(s.algorithm.split.leaves.unwrap_or(1));
+        let parts = s.env.processes.max(s.algorithm.split.leaves.unwrap_or(1)).max(1);
         when(s.optimizer.grad_dtype == GradDtype::Bfloat16 && parts > 1, || {
             Problem::usage(format!("gradients that {parts} parts of an update sum up are in float32"))
                 .got("`grad_dtype` bfloat16")

@@ -499,7 +499,7 @@ mod tests {
                 ["omnigrpo", verb.as_str()].into_iter().flat_map(|word| word.split(' ')).map(str::to_owned);
             let told = parse(words.chain(wrong).map(OsString::from), |_| None).expect_err(&verb).to_string();
             for flag in flags {
-                assert!(told.contains(&format!("--{}", flag.name)), "{verb} {}: {told}", flag.name);
+                assert!(told.contains(&format!("`{}`", flag.name)), "{verb} {}: {told}", flag.name);
             }
         }
         for flag in numbers {

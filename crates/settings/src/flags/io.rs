@@ -3,10 +3,8 @@
 use super::*;
 use crate::names::words;
 use crate::run::Workload;
-use crate::values::Field as _;
 use crate::{Keep, Settings};
 use Kind::{Bool, Choice, Path, Text, Texts};
-use omnigrpo_models::WeightDtype;
 use verb::Verb::{Completions, Convert, DataConvert, Diagnose, Init, Man, Push, Report, Translate, Watch};
 
 /// Returns the datasets that `data convert` reads.
@@ -149,32 +147,13 @@ pub const FLAGS: &[Flag] = &[
     row(
         "workload",
         Choice(words::<Workload>),
-        Place {
-            field: "bench.workload",
-            set: |s, v| {
-                s.bench.workload = take(v)?;
-                if s.bench.workload == Workload::EasyR1 {
-                    let of_step = (375 - 196, 300, 512, 1);
-                    let b = &mut s.bench;
-                    (b.prompt_tokens, b.completion_tokens, b.num_prompts, b.num_steps) = of_step;
-                    // 14 × 14 tokens.
-                    (b.num_images, b.image_px) = (1, 392);
-                    s.algorithm.num_generations = 5;
-                    s.algorithm.loss.beta = 0.01;
-                    s.model.dtype = WeightDtype::BFloat16;
-                    s.algorithm.recompute = true;
-                }
-                Ok(())
-            },
-            get: |s| s.bench.workload.value(),
-        },
+        at!(bench.workload),
         BENCH,
     )
     .help(
         "Step to measure. Another one than `own` has lengths of completions with the mean `completion_tokens`, and runs on any \
          `device`; the settings of its sizes change it.",
-    )
-    .first(),
+    ),
     row("num_images", int(0, COUNT), at!(bench.num_images), BENCH).of_media()
         .help("Number of images per prompt; a model that reads text only has none."),
     row("image_px", int(28, 16_384), at!(bench.image_px), BENCH)

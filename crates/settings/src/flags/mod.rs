@@ -23,6 +23,9 @@ mod verb;
 
 pub use verb::Verb;
 
+use std::collections::HashMap;
+use std::sync::LazyLock;
+
 use crate::Settings;
 use crate::explain;
 use crate::problem::Problem;
@@ -58,8 +61,12 @@ pub fn all() -> impl Iterator<Item = &'static Flag> {
 
 /// Returns the flag with this name or alias. Dashes count as underscores.
 pub fn find(name: &str) -> Option<&'static Flag> {
-    let name = name.replace('-', "_");
-    all().find(|flag| flag.name == name || flag.aliases.contains(&name.as_str()))
+    static FLAGS: LazyLock<HashMap<&str, &Flag>> = LazyLock::new(|| {
+        all()
+            .flat_map(|flag| flag.aliases.iter().chain([&flag.name]).map(move |name| (*name, flag)))
+            .collect()
+    });
+    FLAGS.get(name.replace('-', "_").as_str()).copied()
 }
 
 /// Names and their help.

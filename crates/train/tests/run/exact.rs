@@ -30,7 +30,7 @@ pub(crate) const SETTINGS: [Setting; 8] = [
     ("several streams", |s| s.algorithm.max_stream_tokens = Some(24)),
 ];
 
-/// Six steps in one go, and the same from the checkpoints after the first, the second and the third. With several iterations or
+/// Six steps in one go, and the same from two of the checkpoints after the first, the second and the third. With several iterations or
 /// steps of a generation the third is in the middle of one; with both, so are the first and the second.
 #[test]
 fn every_pair_of_settings_resumes_to_the_bit() {
@@ -51,7 +51,7 @@ fn every_pair_of_settings_resumes_to_the_bit() {
                 setup
             };
             run(new("whole")).unwrap();
-            for step in [1, 2, 3] {
+            for step in [1 + i % 2, 3] {
                 resumes_from(&place, step, &format!("part-{step}"), new, &what);
             }
             let end = timeless(&place.out("whole")).pop().unwrap();
