@@ -556,20 +556,16 @@ fn cards_give_the_bits_of_one_card() {
     for (what, change) in cases {
         assert_same(&run(what, 1, change), &run(what, 2, change), what);
     }
-    // The CPU updates a state that is cut, and sums squares in its own order.
-    let cut: [Setting; 2] = [
-        ("a cut state on cards", |s| {
-            on_a_card(s, WeightDtype::Auto);
-            s.algorithm.split.settings.shard = Shard::Optimizer;
-        }),
-        ("cut weights on cards", |s| {
-            on_a_card(s, WeightDtype::Auto);
-            cut_weights(s);
-        }),
-    ];
-    for (what, change) in cut {
-        assert_same(&run(what, 2, change), &run(what, 4, change), what);
-    }
+    // The CPU updates a state that is cut, and sums squares in its own order. The bits are the same however much is cut.
+    let state = run("a cut state on cards", 2, |s| {
+        on_a_card(s, WeightDtype::Auto);
+        s.algorithm.split.settings.shard = Shard::Optimizer;
+    });
+    let weights = run("cut weights on cards", 4, |s| {
+        on_a_card(s, WeightDtype::Auto);
+        cut_weights(s);
+    });
+    assert_same(&state, &weights, "what is cut on cards");
 }
 
 /// Cuts the state of the optimizer. Buckets of several weights, of one weight and of a part of a weight occur.
