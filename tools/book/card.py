@@ -30,11 +30,11 @@ MODELS = [
 ]
 # Ways to train, from the most to the least memory.
 WAYS = [
-    ("all weights", []),
-    ("all weights in few bits, recomputed",
+    ("all", []),
+    ("all, few bits",
      ["--optim", "adamw_8bit", "--grad_dtype", "bfloat16", "--pure_bf16", "--stochastic_rounding", "--gradient_checkpointing"]),
     ("LoRA", ["--use_peft", "--lora_r", "16"]),
-    ("LoRA, 4 bits, recomputed", ["--use_peft", "--lora_r", "16", "--load_in_4bit", "--gradient_checkpointing"]),
+    ("LoRA, 4 bits", ["--use_peft", "--lora_r", "16", "--load_in_4bit", "--gradient_checkpointing"]),
 ]
 CARDS = [("rtx-4090", "24GB"), ("l40s", "48GB"), ("h100", "80GB"), ("h200", "141GB")]
 SIDE = 448
@@ -79,12 +79,12 @@ def plan(program, folder, rows, words):
 
 def tables(record):
     """The tables of the page."""
-    lines = ["| model | trained | memory | RTX 4090, 24 GB | L40S, 48 GB | H100, 80 GB | H200, 141 GB |", "|---|---|---|---|---|---|---|"]
+    lines = ["| model | trained | memory, GB | RTX 4090, 24 GB | L40S, 48 GB | H100, 80 GB | H200, 141 GB |", "|---|---|---|---|---|---|---|"]
     for model, ways in record["models"].items():
         for way, cards in ways.items():
             memory = max(own["bytes"] for own in cards.values()) / 1e9
-            times = [f"{own['step_secs']:.1f} s" if own["fits"] else "no" for own in cards.values()]
-            lines.append(f"| {model} | {way} | {memory:.0f} GB | {' | '.join(times)} |")
+            times = [f"{own['step_secs']:.1f}" if own["fits"] else "no" for own in cards.values()]
+            lines.append(f"| {model} | {way} | {memory:.0f} | {' | '.join(times)} |")
     return {"card: tools/book/card.py": "\n".join(lines)}
 
 
