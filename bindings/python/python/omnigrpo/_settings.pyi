@@ -16,6 +16,7 @@ class Settings(TypedDict, total=False):
     video: Sequence[str | float | bool] | str | float | bool | str | PathLike[str]
     audio: Sequence[str | float | bool] | str | float | bool | str | PathLike[str]
     num_rows: int
+    workload: Literal["own", "easyr1-3b"]
     num_images: int
     image_px: int
     prompt_tokens: int
@@ -42,6 +43,7 @@ class Settings(TypedDict, total=False):
     bf16_products: Literal["auto", "widened", "dot", "amx"]
     init_weights: int
     pure_bf16: bool
+    stochastic_rounding: bool
     max_stream_tokens: int
     gradient_checkpointing: bool
     train_file: Sequence[str | float | bool] | str | float | bool | str | PathLike[str]
@@ -225,6 +227,8 @@ class Settings(TypedDict, total=False):
     adam_beta2: float
     adam_epsilon: float
     max_grad_norm: float
+    optim: Literal["adamw", "adamw_8bit"]
+    grad_dtype: Literal["float32", "bfloat16"]
     offload_optimizer: Literal["none", "cpu", "file"] | bool
     nvme_path: str | PathLike[str]
     mm_projector_lr: float
