@@ -116,6 +116,12 @@ pub fn mix(x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
+/// Returns a number that follows from a name, the same in every run.
+#[must_use]
+pub fn key_of(name: &str) -> u64 {
+    name.bytes().fold(0xcbf2_9ce4_8422_2325, |key, byte| mix(key ^ u64::from(byte)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

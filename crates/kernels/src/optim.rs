@@ -2,6 +2,7 @@
 
 use half::bf16;
 
+use crate::dropout::{key_of, mix};
 use crate::mat::check;
 use crate::moments::{BLOCK, CodesMut, Form, decode, encode};
 use crate::parallel::{Shared, map, ranges};
@@ -143,10 +144,7 @@ impl Rounding {
     /// Returns the random rounding of a weight at its update number `step`.
     #[must_use]
     pub fn random(name: &str, step: u64) -> Self {
-        // FNV-1a: a name has the same key in every run.
-        let hash = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
-        let name = name.as_bytes().iter().fold(0xcbf2_9ce4_8422_2325, hash);
-        let mixed = crate::dropout::mix(name ^ crate::dropout::mix(step));
+        let mixed = mix(key_of(name) ^ mix(step));
         Self::Random { key: (mixed >> 32) as u32, first: 0 }
     }
 

@@ -565,8 +565,8 @@ fn a_run_that_collapses_says_what_to_change_and_stops_where_it_was_asked_to() {
     assert!(place.exists(&format!("run/checkpoint-{step}/trainer_state.json")));
     // Without the flag the same command resumes there, and says nothing twice.
     place.run(&away).ok();
-    let again = ran_away(&place).iter().filter(|event| event["step"] == last["step"]).count();
-    assert_eq!(again, told.iter().filter(|event| event["step"] == last["step"]).count());
+    // It may say that the policy has come back.
+    assert_eq!(ran_away(&place).iter().filter(|event| event["begins"] == true).count(), 1);
     place.run("report run").ok();
     let report = place.text("run/report.html");
     assert!(report.contains("\"marks?run=0\"") && report.contains("the policy ran away"));

@@ -361,6 +361,12 @@ fn a_published_step_is_measured() {
     let phases: f64 = step["phases"].as_object().unwrap().values().map(|secs| secs.as_f64().unwrap()).sum();
     assert!(phases > 0.5 * number("step_secs") && phases <= 1.01 * number("step_secs"), "{step}");
     assert_eq!((&step["num_prompts"], &step["num_generations"]), (&json!(6), &json!(4)));
+    // On the emulator of a GPU, with other rounding.
+    let small =
+        sizes.replace("--num_prompts 6", "--num_prompts 2").replace("--device cpu", "--device emulated");
+    place.run(&format!("bench --workload easyr1-3b --model M {small} --json card.json")).ok();
+    let card: Value = serde_json::from_str(&place.text("card.json")).unwrap();
+    assert!(card["device"] != step["device"] && card["num_prompts"] == 2, "{card}");
     place.run(&format!("bench {sizes}")).fails(2, &["device", "the workload `own` runs on the CPU"]);
 }
 

@@ -17,7 +17,7 @@
 
 use std::sync::Arc;
 
-use omnigrpo_kernels::dropout::{Mask, mix};
+use omnigrpo_kernels::dropout::{Mask, key_of, mix};
 
 use crate::error::{Error, Result};
 use crate::experts::{ExpertLinear, Routes};
@@ -82,7 +82,7 @@ impl Adapter {
         if !(0.0..1.0).contains(&rate) {
             return refuse(format!("dropout {rate}; expected at least 0 and below 1"));
         }
-        let id = a.name().bytes().fold(0xcbf2_9ce4_8422_2325, |h, byte| mix(h ^ u64::from(byte)));
+        let id = key_of(a.name());
         let factors = Factors::Linear(Linear::plain(&a, rank, k), Linear::plain(&b, n, rank));
         Ok(Self { factors, scale, rate, id })
     }

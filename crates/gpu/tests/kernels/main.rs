@@ -567,6 +567,13 @@ fn products_are_added_to_a_residual() {
     }
 }
 
+/// Returns step number `count` for a GPU and for the CPU.
+fn step_of(count: u64, random: Option<u32>) -> (Step, AdamW) {
+    let (lr, betas, eps, weight_decay, grad_scale) = (0.01, [0.9, 0.95], 1e-8, 0.1, 0.5);
+    let on_cpu = AdamW { lr, betas, eps, weight_decay, grad_scale, step: count };
+    (Step { lr, betas, eps, weight_decay, grad_scale, count, random }, on_cpu)
+}
+
 /// The optimizer compared with the twin over several steps; bf16 weights store f32 values in two halves.
 #[test]
 fn adamw_in_two_halves_is_adamw_in_f32() {
@@ -580,21 +587,11 @@ fn adamw_in_two_halves_is_adamw_in_f32() {
     let [mut m, mut v, mut m2, mut v2] = [(); 4].map(|()| gpu.zeros(n, Dtype::F32));
     for count in 1..=4 {
         let grad = noise(n, 10 + count);
-        let step = Step {
-            lr: 0.01,
-            betas: [0.9, 0.95],
-            eps: 1e-8,
-            weight_decay: 0.1,
-            grad_scale: 0.5,
-            count,
-            random: None,
-        };
+        let (step, by) = step_of(count, None);
         let on_device = gpu.upload(&grad);
         gpu.adamw(&mut weight, Some(&mut rest), [&mut m, &mut v], &on_device, &step);
         gpu.adamw(&mut single, None, [&mut m2, &mut v2], &on_device, &step);
-        let Step { lr, betas, eps, weight_decay, grad_scale, .. } = step;
-        let by = AdamW { lr, betas, eps, weight_decay, grad_scale, step: count }.wide();
-        twin::adamw(&wide(&grad), &by, &mut wide_weight, &mut wide_m, &mut wide_v);
+        twin::adamw(&wide(&grad), &by.wide(), &mut wide_weight, &mut wide_m, &mut wide_v);
     }
     gpu.check().unwrap();
     let joined = gpu.join_master(&weight, &rest);
@@ -631,20 +628,10 @@ fn updates_in_few_bits_are_those_of_the_cpu() {
                 // Numbers of many sizes, and some zeros.
                 let grad: Vec<f32> =
                     noise(n, 10 + count).iter().map(|x| x.powi(9) * f32::from(*x > -0.7)).collect();
-                let step = Step {
-                    lr: 0.01,
-                    betas: [0.9, 0.95],
-                    eps: 1e-8,
-                    weight_decay: 0.1,
-                    grad_scale: 0.5,
-                    count,
-                    random,
-                };
+                let (step, by) = step_of(count, random);
                 let on_device = gpu.upload(&grad);
                 gpu.adamw(&mut weight, rest.as_mut(), Moments::Codes([&mut m, &mut v]), &on_device, &step);
                 gpu.adamw(&mut single, None, [&mut m2, &mut v2], &on_device, &step);
-                let Step { lr, betas, eps, weight_decay, grad_scale, .. } = step;
-                let by = AdamW { lr, betas, eps, weight_decay, grad_scale, step: count };
                 let rounding = random.map_or(Rounding::Nearest, |key| Rounding::Random { key, first: 0 });
                 let moments = optim::Moments::Codes([&mut host_m, &mut host_v].map(|x| x.get_mut(0..n)));
                 match form {

@@ -20,7 +20,8 @@ impl OptimOps for Twin {
         let HostState { moments: HostMoments::F32([m, v]), master } =
             moments.on_host(param, 0..param.len(), keeps, false)?
         else {
-            return Ok(());
+            let what = "moments in 8 bits have no update in f64".to_owned();
+            return Err(Error::Weight { name: param.name().to_owned(), what });
         };
         let mut weight = if keeps { wide(master) } else { values(param) };
         let (mut wide_m, mut wide_v) = (wide(m), wide(v));
