@@ -1356,7 +1356,8 @@ fn the_optimizer_updates_a_range() {
 /// update have the bits of a step on the card, and only gradient and weight move.
 #[test]
 fn gradients_travel_during_the_pass() {
-    let (n, k) = (70, 50);
+    // With this size, no master is half-way between two weights; see `the_optimizers_state_moves`.
+    let (n, k) = (70, 62);
     let card = card();
     let step = |offload| Step {
         lr: 1e-2,
@@ -1369,8 +1370,9 @@ fn gradients_travel_during_the_pass() {
         eight_bits: false,
         offload,
     };
-    let run = |offload: bool| {
+    let run = |offload: bool, in_bf16: bool| {
         let weight = Arc::new(bf16_param("w", &[n, k], 1));
+        weight.keep_grad_in_bf16(in_bf16);
         let other = Arc::new(param("other", &[n], 2));
         let layer = Linear::new(Arc::clone(&weight), Some(Arc::clone(&other))).unwrap();
         let pass = Pass { device: card, ..Pass::default() };
@@ -1404,9 +1406,13 @@ fn gradients_travel_during_the_pass() {
         Values::Bf16(data) => data.iter().map(|x| x.to_bits()).collect::<Vec<_>>(),
         Values::F32(_) => panic!(),
     };
-    let (here, away) = (run(false), run(true));
-    assert_eq!((&away.0, &away.1, &away.2, &away.3), (&here.0, &here.1, &here.2, &here.3));
-    assert_eq!(bits(&away.4), bits(&here.4));
+    // A gradient in bf16 is rounded before it travels, too.
+    for in_bf16 in [false, true] {
+        let (here, away) = (run(false, in_bf16), run(true, in_bf16));
+        assert_eq!((&away.0, &away.1, &away.2, &away.3), (&here.0, &here.1, &here.2, &here.3), "{in_bf16}");
+        assert_eq!(bits(&away.4), bits(&here.4), "{in_bf16}");
+    }
+    assert_ne!(run(false, false).0, run(false, true).0, "rounding shows in the norm");
 }
 
 /// A gradient after the announced last one brings the sum back to the device.
