@@ -13,6 +13,7 @@ use omnigrpo_kernels::{Mat, logprob, twin};
 
 use crate::attention::{Heads, Pattern};
 use crate::device::{Array, Dtype, Gpu};
+use crate::driver::{Checked, Finding};
 use crate::elementwise::Place;
 use crate::error::Error;
 use crate::head::{Head, Marks};
@@ -31,30 +32,13 @@ const FIRST: &str = "elementwise";
 /// run afterwards.
 const COMPILING: f64 = 0.8;
 
-/// A measurement or state, or the problem that was found.
-pub type Checked = std::result::Result<String, String>;
-
 /// The largest relative error of a comparison.
 type Compared = std::result::Result<f64, String>;
-
-/// Result of one check.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Finding {
-    /// Subject of the check.
-    pub name: String,
-    pub result: Checked,
-}
 
 /// Formats a number with at least three digits. An emulator's rates are millionths of a GPU's.
 fn three_digits(x: f64) -> String {
     let decimals = (2.0 - x.log10().floor()).clamp(0.0, 9.0) as usize;
     format!("{x:.decimals$}")
-}
-
-impl Finding {
-    pub(crate) fn new(name: &str, result: Checked) -> Self {
-        Self { name: name.to_owned(), result }
-    }
 }
 
 /// Returns numbers between −1 and 1, which are exact in bf16.

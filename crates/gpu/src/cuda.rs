@@ -11,8 +11,7 @@ use std::time::Instant;
 use cudarc::driver::{result, sys};
 
 use crate::blas::Blas;
-use crate::checkup::Finding;
-use crate::driver::{Driver, LOGITS, Limits, Queue};
+use crate::driver::{Driver, Finding, LOGITS, Limits, Queue};
 use crate::error::{Error, Result};
 use crate::launchers::{Args, Launch};
 use crate::libraries::OLDEST;

@@ -4,7 +4,6 @@ use std::ffi::c_void;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use crate::checkup::Finding;
 use crate::error::Result;
 use crate::launchers::{Args, Launch};
 use crate::product::Product;
@@ -46,6 +45,23 @@ impl Limits {
     pub(crate) fn has_room(self, large: usize, small: usize) -> bool {
         let blocks = self.blocks(large);
         blocks > 0 && blocks >= self.blocks(small).min(2)
+    }
+}
+
+/// A measurement or state, or the problem that was found.
+pub type Checked = std::result::Result<String, String>;
+
+/// Result of one check.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Finding {
+    /// Subject of the check.
+    pub name: String,
+    pub result: Checked,
+}
+
+impl Finding {
+    pub(crate) fn new(name: &str, result: Checked) -> Self {
+        Self { name: name.to_owned(), result }
     }
 }
 

@@ -40,10 +40,10 @@ mod sums;
 mod transfers;
 
 pub use attention::{CachedGroup, Decoding, DecodingSize, Heads, PAGE, Pattern, Turn, cached_scratch};
-pub use checkup::{Checked, Finding};
 pub use conv::Unfolding;
 pub use cuda::{Found, Survey, survey};
 pub use device::{Array, Dtype, Gpu, Pack};
+pub use driver::{Checked, Finding};
 pub use elementwise::Place;
 pub use error::{Error, Result};
 pub use experts::Chosen;

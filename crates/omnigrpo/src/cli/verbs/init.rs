@@ -50,13 +50,7 @@ const LONG_PROMPT: usize = 4096;
 /// Writes a file of settings for a run.
 pub fn init(resolved: &Resolved, session: &Session) -> Result<()> {
     let output = resolved.settings.io.output.as_deref().unwrap_or(Path::new(FILE));
-    if output.exists() {
-        return Err(Problem::usage("the file exists already")
-            .at(output.display().to_string())
-            .expected("a new file, because `init` never overwrites one")
-            .help("give another name with `--output`")
-            .into());
-    }
+    check_new(output)?;
     let mut draft = drafted(resolved)?;
     let environment = || resolved.settings.env.clone();
     let given = draft.names();
@@ -129,6 +123,18 @@ pub fn init(resolved: &Resolved, session: &Session) -> Result<()> {
     }
     session.console.line(&format!("look at it, then run: omnigrpo train --config {file}"));
     Ok(())
+}
+
+/// Refuses a file that exists.
+fn check_new(file: &Path) -> Result<()> {
+    if !file.exists() {
+        return Ok(());
+    }
+    Err(Problem::usage("the file exists already")
+        .at(file.display().to_string())
+        .expected("a new file, because `init` never overwrites one")
+        .help("give another name with `--output`")
+        .into())
 }
 
 /// Returns the line about fewer rows than are divided.

@@ -15,7 +15,6 @@ mod summary;
 mod train;
 mod translate;
 mod watch;
-mod workload;
 
 use std::io::IsTerminal as _;
 

@@ -16,8 +16,8 @@ use omnigrpo_train::{
 };
 use serde_json::{Value, json};
 
-use super::bench::{prompts, rows};
-use super::print;
+use super::super::print;
+use super::{prompts, rows};
 use crate::settings::Settings;
 use omnigrpo_session::Session;
 
@@ -33,24 +33,17 @@ struct Step {
 }
 
 /// Measures the steps of a published shape, and prints the last one.
-pub fn measure(settings: &Settings, session: &Session, dir: &Path) -> Result<()> {
+pub fn measure(settings: &Settings, session: &Session, start: &Checkpoint, dir: &Path) -> Result<()> {
     let mean = settings.bench.completion_tokens;
-    ends(dir, mean)?;
-    let start = Checkpoint::open(dir)?;
-    let mut settings = settings.clone();
-    if start.family().reads_text_only() {
-        settings.bench.num_images = 0;
-    }
-    let settings = &settings;
     let options = LoadOptions {
         dtype: settings.model.dtype,
         device: session.device()?,
         random: Some(settings.algorithm.seed),
         ..LoadOptions::default()
     };
-    let model = Model::load(&start, &options)?;
+    let model = Model::load(start, &options)?;
     Selection::ALL.apply(&model)?;
-    let prompts = prompts(settings, &start, LONGEST * mean)?;
+    let prompts = prompts(settings, start, LONGEST * mean)?;
     let rows = rows(settings, &prompts, dir)?;
     let mut algorithm = settings.algorithm.clone();
     algorithm.sampling.max_completion_length = LONGEST * mean;
@@ -161,7 +154,7 @@ impl Shape {
 }
 
 /// Lets so many tokens end a completion that its mean length is `mean`.
-fn ends(dir: &Path, mean: usize) -> Result<()> {
+pub fn write_ends(dir: &Path, mean: usize) -> Result<()> {
     let config: Value = serde_json::from_slice(&std::fs::read(dir.join("config.json"))?)?;
     let sizes = if config["text_config"].is_object() { &config["text_config"] } else { &config };
     let vocabulary = sizes["vocab_size"].as_u64().context("config.json has no vocab_size")?;
@@ -183,7 +176,7 @@ mod tests {
             (json!({"text_config": {"vocab_size": 90}}), 300, vec![45]),
         ] {
             std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
-            ends(dir.path(), mean).unwrap();
+            write_ends(dir.path(), mean).unwrap();
             let text = std::fs::read(dir.path().join("generation_config.json")).unwrap();
             let written: Value = serde_json::from_slice(&text).unwrap();
             assert_eq!(written["eos_token_id"], json!(wanted));

@@ -8,6 +8,8 @@
 //!
 //! [`omnigrpo_train::roofline`] defines useful work and the bytes that decoding has to read.
 
+mod workload;
+
 use std::path::Path;
 use std::time::Instant;
 
@@ -30,38 +32,45 @@ use omnigrpo_train::{
 };
 use serde_json::json;
 
-use super::{print, workload};
+use super::print;
 use crate::settings::problem::Problem;
 use crate::settings::{Settings, Workload};
 use omnigrpo_session::profile::table;
 use omnigrpo_session::{Session, setup};
 
 /// Configuration of a Qwen2.5-VL with 28 million parameters, for a bench without `--model_name_or_path`.
-const CONFIG: &[u8] = include_bytes!("../../../assets/bench/config.json");
+const CONFIG: &[u8] = include_bytes!("../../../../assets/bench/config.json");
 /// Image processor of that model, also used for directories without one.
-const PREPROCESSOR: &[u8] = include_bytes!("../../../assets/bench/preprocessor_config.json");
+const PREPROCESSOR: &[u8] = include_bytes!("../../../../assets/bench/preprocessor_config.json");
 
 /// Phase that is compared with the machine's rates.
 const POLICY: &str = "policy, forward and backward";
 
-/// Measures the steps and prints the results.
+/// Measures the steps of the chosen workload and prints the results.
 pub fn bench(settings: &Settings, session: &Session) -> Result<()> {
     let scratch = tempfile::tempdir().context("a temporary directory could not be made")?;
     let dir = scratch.path();
     checkpoint(settings, dir)?;
     if settings.bench.workload != Workload::Own {
-        return workload::measure(settings, session, dir);
+        workload::write_ends(dir, settings.bench.completion_tokens)?;
     }
     let start = Checkpoint::open(dir)?;
     let mut settings = settings.clone();
     if start.family().reads_text_only() {
         settings.bench.num_images = 0;
     }
-    let settings = &settings;
+    match settings.bench.workload {
+        Workload::Own => measure(&settings, session, &start, dir),
+        _ => workload::measure(&settings, session, &start, dir),
+    }
+}
+
+/// Measures the steps of the shape in the settings.
+fn measure(settings: &Settings, session: &Session, start: &Checkpoint, dir: &Path) -> Result<()> {
     let options = LoadOptions { dtype: settings.model.dtype, ..LoadOptions::default() };
-    let model = Model::load(&start, &LoadOptions { random: Some(settings.algorithm.seed), ..options })?;
+    let model = Model::load(start, &LoadOptions { random: Some(settings.algorithm.seed), ..options })?;
     Selection::ALL.apply(&model)?;
-    let prompts = prompts(settings, &start, settings.bench.completion_tokens)?;
+    let prompts = prompts(settings, start, settings.bench.completion_tokens)?;
     let rows = rows(settings, &prompts, dir)?;
     let shape = RolloutShape {
         prompt_tokens: rows[0].prompt.ids.len(),
@@ -328,7 +337,7 @@ fn algorithm(settings: &Settings) -> Divided {
     algorithm.into()
 }
 
-pub(super) fn prompts(settings: &Settings, start: &Checkpoint, longest: usize) -> Result<PromptBuilder> {
+fn prompts(settings: &Settings, start: &Checkpoint, longest: usize) -> Result<PromptBuilder> {
     let area = (settings.bench.image_px * settings.bench.image_px) as u64;
     let sized =
         !start.family().processor().idle_settings().fields.iter().any(|s| s.field == "image.max_pixels");
@@ -342,7 +351,7 @@ pub(super) fn prompts(settings: &Settings, start: &Checkpoint, longest: usize) -
 }
 
 /// Returns prompts of the given length with pictures of noise.
-pub(super) fn rows(settings: &Settings, prompts: &PromptBuilder, dir: &Path) -> Result<Vec<PreparedRow>> {
+fn rows(settings: &Settings, prompts: &PromptBuilder, dir: &Path) -> Result<Vec<PreparedRow>> {
     let b = &settings.bench;
     let names: Vec<String> = (0..b.num_images).map(|i| format!("{i}.bmp")).collect();
     for (i, name) in names.iter().enumerate() {
