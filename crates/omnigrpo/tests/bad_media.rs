@@ -110,16 +110,21 @@ fn a_decoder_that_is_missing_is_a_failure_of_the_machine() {
     assert!(place.lines("out.jsonl")[1].get("error").is_none());
     fs::remove_file(place.path("out.jsonl")).unwrap();
     // An installed ffmpeg is not found.
-    let hidden = |verb: &str| {
+    let hidden = &|verb: &str| {
         let mut command = place.command(&line(verb));
         command.env("PATH", place.path("bin"));
         command
     };
     fs::rename(place.path("bin"), place.path("away")).unwrap();
-    for verb in ["check", "generate", "cut"] {
-        let ran = ran(&mut hidden(verb)).fails(75, &["machine", "ffmpeg"]);
-        assert!(!ran.stderr.contains("cannot be used"), "{}", ran.stderr);
-    }
+    // Each waits for the machine first.
+    std::thread::scope(|threads| {
+        for verb in ["check", "generate", "cut"] {
+            threads.spawn(move || {
+                let ran = ran(&mut hidden(verb)).fails(75, &["machine", "ffmpeg"]);
+                assert!(!ran.stderr.contains("cannot be used"), "{}", ran.stderr);
+            });
+        }
+    });
     assert!(!place.exists("out.jsonl") && !place.exists("cut/skipped.jsonl"));
     let mut child = hidden("back").stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
     std::thread::sleep(Duration::from_millis(1500));

@@ -45,8 +45,8 @@ fn turns(row: &Value) -> Vec<Value> {
     row["turns"].as_array().cloned().unwrap_or_default()
 }
 
-#[test]
-fn a_program_answers_in_training_generation_and_evaluation() {
+/// Trains with a program that answers, and resumes. A run has a name and settings of its own.
+fn a_program_answers_in(runs: &[(&str, &str)]) {
     let place = place();
     place.write("flat.py", FLAT);
     place.write("text.jsonl", r#"{"question": "What is 2+3?", "answer": "5"}"#);
@@ -54,15 +54,7 @@ fn a_program_answers_in_training_generation_and_evaluation() {
         "heard.jsonl",
         r#"{"image": "shapes.png", "audio": "rise.wav", "problem": "<image><audio>Which shape?", "solution": "a square"}"#,
     );
-    for (run, more) in [
-        ("plain", ""),
-        ("lora", "--use_peft --lora_r 2"),
-        ("few_bits", "--use_peft --lora_r 2 --load_in_4bit"),
-        ("resampled", "--max_resample_times 16 --num_iterations 2"),
-        ("emulated", "--device emulated"),
-        ("text", ""),
-        ("heard", ""),
-    ] {
+    for &(run, more) in runs {
         let published = |name: &str| golden("checkpoints").join(name).display().to_string();
         let (model, rows) = match run {
             "text" => (published("qwen3"), "text.jsonl"),
@@ -119,6 +111,25 @@ fn a_program_answers_in_training_generation_and_evaluation() {
         let resumed = place.run_with(&line.replace("--max_steps 2", "--max_steps 3"), &options).ok();
         assert!(resumed.stderr.contains("resuming from"), "{}", resumed.stderr);
     }
+}
+
+#[test]
+fn a_program_answers_in_training() {
+    a_program_answers_in(&[("plain", ""), ("emulated", "--device emulated"), ("text", ""), ("heard", "")]);
+}
+
+#[test]
+fn a_program_answers_with_adapters_and_resampled_prompts() {
+    a_program_answers_in(&[
+        ("lora", "--use_peft --lora_r 2"),
+        ("few_bits", "--use_peft --lora_r 2 --load_in_4bit"),
+        ("resampled", "--max_resample_times 16 --num_iterations 2"),
+    ]);
+}
+
+#[test]
+fn a_program_answers_in_generation_and_evaluation() {
+    let place = place();
     let generate =
         format!("generate --model M {SAMPLED} --num_generations 12 --input rows.jsonl --output out.jsonl");
     place.run_with(&generate, &ENVIRONMENT).ok();
