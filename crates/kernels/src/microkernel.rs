@@ -297,11 +297,14 @@ struct Part {
     old: bool,
 }
 
-/// Position of a tile: its first row of `x` and its first row of `w`.
+/// Position of a tile: its first row of `x`, its first row of `w`, its number among the tiles that multiply these rows of `w`, and their
+/// number.
 #[derive(Clone, Copy)]
 struct Place {
     i: usize,
     j: usize,
+    turn: usize,
+    turns: usize,
 }
 
 /// A storage type of weights. [`Dots`] reads it in units of as many elements as two f32 vectors have.
@@ -563,9 +566,10 @@ impl Dots<'_> {
     ) {
         for start in (0..self.k.max(1)).step_by(DEPTH) {
             let part = Part { start, len: DEPTH.min(self.k - start), old: self.old || start > 0 };
-            let mut i = 0;
+            let turns = self.m.div_ceil(side(S::F32_LANES, ROWS));
+            let (mut i, mut turn) = (0, 0);
             while i < self.m {
-                let (at, first) = (Place { i, j }, i == 0);
+                let (at, first) = (Place { i, j, turn, turns }, i == 0);
                 // SAFETY: these rows were packed together.
                 i += unsafe {
                     match side(S::F32_LANES, self.m - i) {
@@ -579,6 +583,7 @@ impl Dots<'_> {
                         _ => self.tile::<S, T, R, N, false>(simd, w, part, at),
                     }
                 };
+                turn += 1;
             }
         }
     }
@@ -602,21 +607,22 @@ impl Dots<'_> {
         })
     }
 
-    /// Multiplies `R` rows of `x` by `N` rows of `w`, and returns `R`. Prefetches weights if they are `STREAMED`, that is, read
-    /// for the first time.
+    /// Multiplies `R` rows of `x` by `N` rows of `w`, and returns `R`. The tiles of these rows of `w` take turns to prefetch weights from
+    /// memory, so that memory is as busy during the last as during the first, which alone is `STREAMED`: it reads the weights first.
     #[inline(always)]
     unsafe fn tile<S: Simd, T: Stored, const R: usize, const N: usize, const STREAMED: bool>(
         &self,
         simd: S,
         w: *const T,
         part: Part,
-        Place { i, j }: Place,
+        Place { i, j, turn, turns }: Place,
     ) -> usize {
         let both = 2 * S::F32_LANES;
         let line = 64 / size_of::<T>();
         let mut acc = [[simd.splat_f32s(0.0); N]; R];
         let mut x = self.x.wrapping_add((i * self.k.next_multiple_of(PAD) + part.start * R) * T::OF_X / 2);
-        let mut far = if STREAMED { self.far::<T, N>(w, part, j) } else { w };
+        let mut far = self.far::<T, N>(w, part, j);
+        let mut steps_to_prefetch = turn;
         // With one or two rows, a tile finishes a line before the next one arrives, so the hardware prefetcher is enough.
         let nearby = STREAMED && R > 2;
         // The next address to prefetch, in this tile or a later one, and the number of elements left in its row.
@@ -625,12 +631,14 @@ impl Dots<'_> {
         let (mut near, mut left) = (w.wrapping_add((tiles * N + j) * self.k + at), self.k - at);
         let mut w = w.wrapping_add(j * self.k + part.start);
         for _ in 0..part.len / both {
-            if STREAMED {
+            if steps_to_prefetch == 0 {
                 for at in (0..N * both).step_by(line) {
                     prefetch_far(far.wrapping_add(at));
                 }
-                far = far.wrapping_add(N * both);
+                steps_to_prefetch = turns;
             }
+            steps_to_prefetch -= 1;
+            far = far.wrapping_add(N * both);
             if nearby {
                 for c in 0..N {
                     for at in (0..both).step_by(line) {

@@ -490,7 +490,7 @@ pub(super) fn forward(call: Call, layout: &AttentionLayout, results: Results) {
         return;
     }
     // Wide units read keys and values less often. Narrow units keep more threads busy.
-    for (lanes, least) in [(MAX_LANES / 2, 2 * threads), (PAD, threads)] {
+    for (lanes, least) in [(MAX_LANES / 2, 2 * threads), (PAD, 2 * threads), (1, threads)] {
         if cut.len() * shape.kv_heads < least {
             cut = units(layout, shape.group(), lanes);
         }
