@@ -430,6 +430,19 @@ fn rollouts_on_the_emulator() {
     }
 }
 
+/// More rows than one launch of any kernel takes.
+#[test]
+fn wide_rollouts_on_the_emulator() {
+    for dtype in [WeightDtype::Float32, WeightDtype::BFloat16] {
+        let setup = Setup::on("qwen2_5_vl_tied", dtype, card());
+        let rows: Vec<Row> = (0..17).map(|row| setup.row("B", row)).collect();
+        let rows: Vec<&Row> = rows.iter().collect();
+        let wide = setup.generate(&rows, 8, &sampled(2), &StopSet::default(), 256);
+        let narrow = setup.generate(&rows, 8, &sampled(2), &StopSet::default(), 64);
+        assert_eq!(wide, narrow, "{dtype:?}: the batch decides");
+    }
+}
+
 /// Samples completions of a few groups, some of which end before others. Returns the tokens with the bits of their
 /// recorded values, and statistics of replays. Also checks that each token of all rows takes one upload and one read on
 /// a GPU.

@@ -14,7 +14,7 @@ use omnigrpo_models::{Model, ModelError, PromptBuilder, TensorDigests};
 use omnigrpo_observe::{Console, RunLock, Trackers};
 use omnigrpo_ops::{Card, Device, Param};
 use omnigrpo_rewards::{Corpus, RewardSet, answer_reward};
-use omnigrpo_rollout::Interaction;
+use omnigrpo_rollout::{Interaction, MAX_LIVE};
 use omnigrpo_text::Tokenizer;
 use serde_json::{Map, Value, json};
 
@@ -40,6 +40,10 @@ use crate::split::{GradientSum, Shard, Split};
 use crate::step::{Algorithm, Divided};
 use crate::survey::{RowCheck, Survey};
 
+/// Numbers of completions that a GPU decodes at once instead of [`MAX_LIVE`], the best first, and the share of its memory that the
+/// run may take with them.
+const WIDER: [usize; 2] = [256, 128];
+const WIDE_SHARE: f64 = 0.9;
 /// Names of the kinds of rows in messages.
 const TRAINING: &str = "rows";
 const EVALUATION: &str = "evaluation rows";
@@ -562,6 +566,31 @@ impl Prepared {
             (None, _) => (room::free_on(device).map(of_card), main.map(|(bytes, _)| (bytes, "main memory"))),
         };
         self.forecast.need = self.memory(&self.variant())?;
+        self.widen_rollouts()
+    }
+
+    /// Lets a GPU decode more completions at once than by default, if its memory has room. No bit of a completion depends on it.
+    fn widen_rollouts(&mut self) -> Result<()> {
+        let (run, plan) = (&self.run, &self.run.plan);
+        let (Some((limit, _)), MAX_LIVE) = (self.forecast.limit, run.algorithm.max_live) else {
+            return Ok(());
+        };
+        if run.model.device() == Device::Cpu || plan.objective == Objective::Imitate {
+            return Ok(());
+        }
+        let rows = self.prompts_here(plan) * plan.steps_per_generation * run.algorithm.num_generations;
+        for live in WIDER.into_iter().filter(|live| live / 2 < rows) {
+            let mut algorithm = self.run.algorithm.clone();
+            algorithm.max_live = live;
+            let need = self.memory(&Variant { algorithm: &algorithm, ..self.variant() })?;
+            if need.memory.total() as f64 <= limit as f64 * WIDE_SHARE {
+                (self.run.algorithm, self.forecast.need) = (algorithm, need);
+                if let Some(plan) = &mut self.run.eval {
+                    plan.options.max_live = live;
+                }
+                break;
+            }
+        }
         Ok(())
     }
 

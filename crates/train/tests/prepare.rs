@@ -11,7 +11,7 @@ use omnigrpo_models::{
     Checkpoint, LoadOptions, LoraConfig, Model, Prompt, PromptBuilder, PromptSettings, QuantBits, WeightDtype,
 };
 use omnigrpo_observe::{Console, Metric, RunLock, Trackers};
-use omnigrpo_ops::Device;
+use omnigrpo_ops::{Card, Device};
 use omnigrpo_ranks::{Ranks, Threads};
 use omnigrpo_rewards::{RewardOptions, RewardSet, build, reward};
 use omnigrpo_rollout::TurnLimits;
@@ -192,6 +192,28 @@ fn memory_is_forecast_and_a_hopeless_run_is_refused_before_it_loads() {
     small.limit = Some((forecast.need.memory.lasting() - 1, "memory"));
     let said = small.refusal().unwrap().to_string();
     assert!(small.is_hopeless() && said.contains("this run does not fit into memory: got"), "{said}");
+}
+
+#[test]
+fn a_card_with_room_decodes_more_completions_at_once() {
+    let place = place();
+    let live = |num_generations, memory| {
+        let mut run = run(&place.rows, &place.out);
+        let (start, device) =
+            (Checkpoint::open(&checkpoint(MODEL)).unwrap(), Device::Gpu(Card::emulated(None)));
+        run.model = Policy::Planned(Box::new(ModelPlan { device, ..ModelPlan::of(&start) }));
+        (run.plan.prompts_per_step, run.gpu_memory) = (6, Some(memory));
+        run.algorithm.num_generations = num_generations;
+        let prepared = run.prepare(&quiet()).unwrap();
+        (prepared.variant().algorithm.max_live, prepared.forecast().need.memory.total())
+    };
+    const ROOM: u64 = 1 << 40;
+    let [narrow, middle, wide] = [10, 16, 30].map(|num_generations| live(num_generations, ROOM));
+    assert_eq!((narrow.0, middle.0, wide.0), (64, 128, 256));
+    // The run keeps a tenth of the memory free for its rollouts, or decodes fewer completions at once.
+    assert_eq!(live(30, (wide.1 as f64 / 0.9) as u64 + 1).0, 256);
+    let less = live(30, wide.1);
+    assert!(less.0 < 256 && less.1 < wide.1, "{less:?} {wide:?}");
 }
 
 #[test]
