@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use anyhow::Result;
 use omnigrpo_guard::told;
 use omnigrpo_observe::{AskedBy, Event, Tracker, Trackers};
-use omnigrpo_settings::environment::secrets;
+use omnigrpo_settings::environment::{passwords, secrets};
 use omnigrpo_settings::values::Resolved;
 use omnigrpo_settings::{Network, Problem, Settings, names};
 use omnigrpo_watch::{
@@ -32,12 +32,14 @@ pub(crate) fn trackers(
     let (place, may_send) = (place(settings, settings.log.prometheus_port), !settings.env.wandb_disabled);
     // Anyone who reaches this machine could read the numbers, so a client needs the key.
     let key = settings.env.api_key.clone().filter(|_| !place.is_local());
+    let netrc = settings.env.home.as_ref().map(|home| Path::new(home).join(".netrc"));
+    let netrc = netrc.and_then(|file| std::fs::read_to_string(file).ok()).unwrap_or_default();
     let run = PackageRun {
         python: settings.rewards.options.external.python.clone(),
         directory: directory.to_owned(),
         name: given,
         settings: resolved.values.plain().map(|(flag, value)| (flag.name.to_owned(), value)).collect(),
-        secrets: secrets(std::env::vars_os(), token(&settings.env.hub)),
+        secrets: secrets(std::env::vars_os(), token(&settings.env.hub).into_iter().chain(passwords(&netrc))),
     };
     let console = session.console.clone();
     Box::new(move || {

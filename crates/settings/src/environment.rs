@@ -88,20 +88,29 @@ fn on(get: &dyn Fn(&str) -> Option<String>, name: &str) -> bool {
     get(name).is_some_and(|v| matches!(v.to_ascii_lowercase().as_str(), "1" | "true" | "yes" | "on"))
 }
 
-/// Returns the values of variables that are keys by their names, such as `WANDB_API_KEY` and `HF_TOKEN`, and a stored token, the longest
-/// one first. Short ones are left out, since other words could have the same letters.
+/// Returns the values of variables that are keys by their names, such as `WANDB_API_KEY` and `HF_TOKEN`, and stored ones, the longest
+/// one first. Each line of a longer key, such as a private one, is a secret. Short ones are left out, since other words could have the
+/// same letters.
 pub fn secrets(
     variables: impl IntoIterator<Item = (OsString, OsString)>,
-    stored: Option<String>,
+    stored: impl IntoIterator<Item = String>,
 ) -> Vec<String> {
     let secret = |(name, value): (OsString, OsString)| {
         let (name, value) = (name.into_string().ok()?.to_ascii_lowercase(), value.into_string().ok()?);
         (is_secret(&name) || name.ends_with("_key")).then_some(value)
     };
-    let found = variables.into_iter().filter_map(secret).chain(stored).map(|value| value.trim().to_owned());
-    let mut found: Vec<String> = found.filter(|value| value.len() >= MIN_SECRET_BYTES).collect();
+    let found: Vec<String> = variables.into_iter().filter_map(secret).chain(stored).collect();
+    let lines = found.iter().flat_map(|value| value.lines()).map(str::trim);
+    let mut found: Vec<String> =
+        lines.filter(|line| line.len() >= MIN_SECRET_BYTES).map(str::to_owned).collect();
     found.sort_by_key(|value| Reverse(value.len()));
     found
+}
+
+/// Returns the passwords in the text of `~/.netrc`, where `wandb login` stores its key.
+pub fn passwords(netrc: &str) -> Vec<String> {
+    let words: Vec<&str> = netrc.split_whitespace().collect();
+    words.windows(2).filter(|pair| pair[0] == "password").map(|pair| pair[1].to_owned()).collect()
 }
 
 impl Environment {
@@ -163,15 +172,36 @@ mod tests {
             ("WANDB_API_KEY", "0123456789"),
             ("HF_TOKEN", " hf_0123456789\n"),
             ("AWS_SECRET_ACCESS_KEY", "abcdefgh"),
+            ("SMTP_PASS", "a password"),
+            ("GH_PAT", "github_pat_1"),
+            ("DEPLOY_KEY", "-----BEGIN KEY-----\nMIIEpAIBAAK\nx\n"),
+            ("COMPASS", "north by east"),
             ("TRACKIO_PROJECT", "a project"),
             ("TOKENIZERS_PARALLELISM", "false false"),
             ("SOME_TOKEN", "1"),
         ];
         let variables = variables.map(|(name, value)| (name.into(), value.into()));
-        assert_eq!(secrets(variables.clone(), Some("1".into())), ["hf_0123456789", "0123456789", "abcdefgh"]);
+        let all = [
+            "-----BEGIN KEY-----",
+            "hf_0123456789",
+            "github_pat_1",
+            "MIIEpAIBAAK",
+            "0123456789",
+            "a password",
+            "abcdefgh",
+        ];
+        assert_eq!(secrets(variables.clone(), Some("1".into())), all);
         // A longer text hides first, so that no part of it is left.
-        let found = secrets(variables, Some("abcdefgh-and-more".into()));
-        assert_eq!(found, ["abcdefgh-and-more", "hf_0123456789", "0123456789", "abcdefgh"]);
+        let found = secrets(variables, Some("abcdefgh-and-much-more".into()));
+        assert_eq!(found[0], "abcdefgh-and-much-more");
+        assert_eq!(found[1..], all);
+    }
+
+    #[test]
+    fn passwords_of_a_netrc_are_found() {
+        let text = "machine api.wandb.ai\n  login user\n  password 0123456789\nmachine b login c password d\npassword";
+        assert_eq!(passwords(text), ["0123456789", "d"]);
+        assert!(passwords("").is_empty());
     }
 
     /// `accelerate` 1.15 sets the address of a group and no size of it.

@@ -273,6 +273,19 @@ fn unknown(entry: &Entry, verb: Option<Verb>) -> Problem {
 /// Returns true if the value of a setting with this name must not be shown.
 pub fn is_secret(name: &str) -> bool {
     let name = name.to_ascii_lowercase();
-    let words = ["token", "secret", "webhook_url", "api_key", "access_key", "password"];
+    let words = [
+        "token",
+        "secret",
+        "webhook_url",
+        "api_key",
+        "access_key",
+        "password",
+        "passwd",
+        "passphrase",
+        "_pass",
+        "_pwd",
+        "_pat",
+        "credentials",
+    ];
     words.iter().any(|word| name.ends_with(word))
 }
