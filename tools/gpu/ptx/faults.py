@@ -248,7 +248,7 @@ FAULTS = [
     Fault(
         "NaN is rounded to a zero",
         "elementwise",
-        "if (x != x) top = 0x7fffu, whole = 0x7fff0000u;",
+        "if (v.x[e] != v.x[e]) top = 0x7fffu, whole = 0x7fff0000u;",
         "",
         "edges::nan_is_never_hidden",
         "adamw of a weight in two halves, .* is -?0",

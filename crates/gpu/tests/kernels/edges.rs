@@ -1059,9 +1059,11 @@ fn draws_from_nan() {
         let mut z = gpu.upload(&logits);
         let drawn = gpu.sample(&mut z, vocab, &sampling, &rows, &[]);
         gpu.check().unwrap();
-        assert!(drawn.iter().all(|one| one.logprob.is_nan() && one.id < vocab as u32), "{drawn:?}");
-        // A walk to the end of the vocabulary would return its last token.
-        assert_eq!(drawn[1].id, 0, "{sampling:?}");
+        // One NaN is enough. A walk to the end of the vocabulary would return its last token.
+        for one in drawn {
+            assert_eq!(one.id, 0, "{sampling:?}");
+            assert!(one.logprob.is_nan() && one.sampler_logprob.is_nan(), "{one:?}");
+        }
     }
 }
 
