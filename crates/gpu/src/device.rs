@@ -181,7 +181,7 @@ impl Gpu {
     }
 
     /// Rounds `rows` up to one of a few batch sizes, so that one graph serves many batches. Kernels for few rows process at least
-    /// 8 and at most 128 rows at a time. On the emulator, every additional row takes time.
+    /// 8 and at most 64 or 128 rows at a time. On the emulator, every additional row takes time.
     pub fn batch_of(&self, rows: usize) -> usize {
         let unit = self.driver().least_rows();
         match rows.div_ceil(unit) {

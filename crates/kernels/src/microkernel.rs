@@ -297,8 +297,8 @@ struct Part {
     old: bool,
 }
 
-/// Position of a tile: its first row of `x`, its first row of `w`, its number among the tiles that multiply these rows of `w`, and their
-/// number.
+/// Position of a tile: its first row of `x`, its first row of `w`, its number among the tiles that multiply these rows of `w`, and how many
+/// such tiles there are.
 #[derive(Clone, Copy)]
 struct Place {
     i: usize,
@@ -588,8 +588,8 @@ impl Dots<'_> {
         }
     }
 
-    /// Returns the address from which a tile prefetches weights. Prefetching follows memory order, and each step prefetches as
-    /// many bytes as it reads. A tile reads its rows side by side. It therefore prefetches its last row one row length early,
+    /// Returns the address from which a tile prefetches weights. Prefetching follows memory order, and the tiles of
+    /// the same rows together prefetch as many bytes as one of them reads. A tile reads its rows side by side. It therefore prefetches its last row one row length early,
     /// while it reads its first row.
     #[inline(always)]
     fn far<T, const N: usize>(&self, w: *const T, part: Part, j: usize) -> *const T {
@@ -608,7 +608,8 @@ impl Dots<'_> {
     }
 
     /// Multiplies `R` rows of `x` by `N` rows of `w`, and returns `R`. The tiles of these rows of `w` take turns to prefetch weights from
-    /// memory, so that memory is as busy during the last as during the first, which alone is `STREAMED`: it reads the weights first.
+    /// memory, so memory is as busy during the last tile as during the first. Only the first tile is `STREAMED`: it reads weights that are
+    /// not in the first-level cache.
     #[inline(always)]
     unsafe fn tile<S: Simd, T: Stored, const R: usize, const N: usize, const STREAMED: bool>(
         &self,

@@ -219,6 +219,39 @@ fn decode_agrees_with_prefill_and_has_the_same_bits_in_any_batch() {
     }
 }
 
+/// The more threads there are, the narrower are the units of a decoding step.
+#[test]
+fn decoding_has_the_same_bits_on_any_number_of_threads() {
+    let (prompt, own, count) = (300, 7, 20);
+    let keys = prompt + own * count;
+    for (q_heads, kv_heads, head_dim) in [(9, 3, 64), (4, 4, 64), (12, 1, 64)] {
+        let shape = Shape { q_heads, kv_heads, head_dim };
+        let [q_width, kv_width] = [q_heads, kv_heads].map(|heads| heads * head_dim);
+        let [q, k, v] = [(count, q_width), (keys, kv_width), (keys, kv_width)]
+            .map(|(rows, width)| noise(rows * width, 7));
+        let range = |i: usize| {
+            let start = prompt + i * own;
+            QueryRange { queries: i..i + 1, keys: vec![0..prompt, start..start + own], causal: false }
+        };
+        let layout = AttentionLayout { ranges: (0..count).map(range).collect() };
+        let run = || {
+            let qkv = Qkv {
+                q: Mat::new(&q, count, q_width),
+                k: Mat::new(&k, keys, kv_width),
+                v: Mat::new(&v, keys, kv_width),
+            };
+            let (mut out, mut lse) = (vec![0.0; count * q_width], vec![0.0; count * q_heads]);
+            let to = MatMut::new(&mut out, count, q_width);
+            attention::forward_decode_into(qkv, &layout, shape, 0.2, to, &mut lse);
+            (out, lse)
+        };
+        let one = with_threads(1, run);
+        for threads in [2, 3, 8, 40] {
+            assert!(one == with_threads(threads, run), "{shape:?}, {threads} threads");
+        }
+    }
+}
+
 #[test]
 fn not_a_number_is_not_hidden() {
     let shape = Shape { q_heads: 1, kv_heads: 1, head_dim: 8 };

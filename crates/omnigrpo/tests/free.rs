@@ -130,12 +130,12 @@ fn the_program_resumes_with_another_value_of_a_free_setting() {
     let mut whole: BTreeMap<String, (Vec<u8>, String)> = BTreeMap::new();
     for (number, (_, _, with)) in table().into_iter().enumerate() {
         let key = Value::Object(with.clone()).to_string();
-        if !whole.contains_key(&key) {
+        whole.entry(key).or_insert_with(|| {
             let (all, part) = (format!("all-{number}"), format!("part-{number}"));
             place.run(&line(&settings(&with, 3), &all)).ok();
             place.run(&line(&settings(&with, 2), &part)).ok();
-            whole.insert(key, (weights(&place.path(&all)), part));
-        }
+            (weights(&place.path(&all)), part)
+        });
     }
     let resumes = &|(name, value, mut with): (String, String, Map<String, Value>)| {
         let (bits, part) = &whole[&Value::Object(with.clone()).to_string()];

@@ -430,7 +430,7 @@ fn rollouts_on_the_emulator() {
     }
 }
 
-/// More rows than one launch of any kernel takes.
+/// More rows than a launch of the product for few rows takes, and than are drawn at once.
 #[test]
 fn wide_rollouts_on_the_emulator() {
     for dtype in [WeightDtype::Float32, WeightDtype::BFloat16] {

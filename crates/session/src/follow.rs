@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use anyhow::Result;
-use omnigrpo_guard::told;
+use omnigrpo_guard::{inside, told};
 use omnigrpo_observe::{AskedBy, Event, Tracker, Trackers};
 use omnigrpo_settings::environment::{passwords, secrets};
 use omnigrpo_settings::values::Resolved;
@@ -16,6 +16,9 @@ use omnigrpo_watch::{
 
 use crate::Session;
 use crate::setup::token;
+
+/// Largest file of passwords that is read.
+const MAX_NETRC_BYTES: u64 = 64 << 10;
 
 /// Starts the trackers of a run. Leaves out a tracker that cannot start, with a warning.
 pub(crate) fn trackers(
@@ -32,14 +35,16 @@ pub(crate) fn trackers(
     let (place, may_send) = (place(settings, settings.log.prometheus_port), !settings.env.wandb_disabled);
     // Anyone who reaches this machine could read the numbers, so a client needs the key.
     let key = settings.env.api_key.clone().filter(|_| !place.is_local());
-    let netrc = settings.env.home.as_ref().map(|home| Path::new(home).join(".netrc"));
-    let netrc = netrc.and_then(|file| std::fs::read_to_string(file).ok()).unwrap_or_default();
+    let netrc = settings.env.netrc.as_ref().and_then(|file| inside::read_named(file, MAX_NETRC_BYTES).ok());
     let run = PackageRun {
         python: settings.rewards.options.external.python.clone(),
         directory: directory.to_owned(),
         name: given,
         settings: resolved.values.plain().map(|(flag, value)| (flag.name.to_owned(), value)).collect(),
-        secrets: secrets(std::env::vars_os(), token(&settings.env.hub).into_iter().chain(passwords(&netrc))),
+        secrets: secrets(
+            std::env::vars_os(),
+            token(&settings.env.hub).into_iter().chain(netrc.iter().flat_map(|text| passwords(text))),
+        ),
     };
     let console = session.console.clone();
     Box::new(move || {

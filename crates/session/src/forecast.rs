@@ -6,8 +6,8 @@ use omnigrpo_models::MediumShape;
 use omnigrpo_ops::{Device, Rates};
 use omnigrpo_text::Form;
 use omnigrpo_train::{
-    BytesEach, Divided, Forecast, Limit, Longest, Memory, Need, Objective, Offload, Phase, Prepared, RunPlan,
-    Speed, StepTime, Variant, fits, room,
+    Algorithm, BytesEach, Divided, Forecast, Limit, Longest, Memory, Need, Objective, Offload, Phase,
+    Prepared, RunPlan, Speed, StepTime, Variant, fits, room,
 };
 use serde_json::{Map, Value as Json, json};
 
@@ -511,10 +511,13 @@ fn with_flags<T>(
         false => None,
     };
     let objective = prepared.variant().plan.objective;
+    // As many completions are decoded at once as in the run with which this one is compared.
+    let algorithm =
+        Algorithm { max_live: prepared.variant().algorithm.max_live, ..settings.algorithm.clone() };
     let variant = Variant {
         model: Some(&setup::model_plan(&settings, checkpoint, prepared.devices()[0])),
         selection: &setup::selection(&settings, checkpoint.family()),
-        algorithm: &Divided { algorithm: settings.algorithm.clone(), split: prepared.split().clone() },
+        algorithm: &Divided { algorithm, split: prepared.split().clone() },
         optimizer: &settings.optimizer,
         plan: &RunPlan { objective, ..settings.run.clone() },
         media_bytes: setup::media_bytes(&settings),

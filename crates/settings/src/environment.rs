@@ -35,6 +35,8 @@ pub struct Environment {
     pub cuda_folders: Vec<PathBuf>,
     /// `HOME`.
     pub home: Option<String>,
+    /// File with the passwords of machines: `NETRC`, or `~/.netrc`.
+    pub netrc: Option<PathBuf>,
     /// Variables of the Hugging Face hub.
     pub hub: HubEnvironment,
     /// Directory `omnigrpo` in `XDG_CACHE_HOME`, or in `.cache` of `HOME` if that variable is unset.
@@ -89,15 +91,16 @@ fn on(get: &dyn Fn(&str) -> Option<String>, name: &str) -> bool {
 }
 
 /// Returns the values of variables that are keys by their names, such as `WANDB_API_KEY` and `HF_TOKEN`, and stored ones, the longest
-/// one first. Each line of a longer key, such as a private one, is a secret. Short ones are left out, since other words could have the
-/// same letters.
+/// one first. Each line of a key with several lines is a secret. Short ones are left out, since other words could have the same letters, and
+/// so are paths of files that exist.
 pub fn secrets(
     variables: impl IntoIterator<Item = (OsString, OsString)>,
     stored: impl IntoIterator<Item = String>,
 ) -> Vec<String> {
     let secret = |(name, value): (OsString, OsString)| {
         let (name, value) = (name.into_string().ok()?.to_ascii_lowercase(), value.into_string().ok()?);
-        (is_secret(&name) || name.ends_with("_key")).then_some(value)
+        let is_path = value.starts_with('/') && Path::new(&value).exists();
+        (!is_path && (is_secret(&name) || name.ends_with("_key"))).then_some(value)
     };
     let found: Vec<String> = variables.into_iter().filter_map(secret).chain(stored).collect();
     let lines = found.iter().flat_map(|value| value.lines()).map(str::trim);
@@ -107,7 +110,7 @@ pub fn secrets(
     found
 }
 
-/// Returns the passwords in the text of `~/.netrc`, where `wandb login` stores its key.
+/// Returns the passwords in the text of [`Environment::netrc`], where `wandb login` stores its key.
 pub fn passwords(netrc: &str) -> Vec<String> {
     let words: Vec<&str> = netrc.split_whitespace().collect();
     words.windows(2).filter(|pair| pair[0] == "password").map(|pair| pair[1].to_owned()).collect()
@@ -153,6 +156,9 @@ impl Environment {
                 .chain(get("HOME").map(|home| PathBuf::from(home).join(".local")))
                 .chain(["/usr/local/cuda", "/usr/local", "/usr"].map(PathBuf::from))
                 .collect(),
+            netrc: get("NETRC")
+                .map(PathBuf::from)
+                .or_else(|| Some(PathBuf::from(get("HOME")?).join(".netrc"))),
             home: get("HOME"),
             hub: HubEnvironment::read(&get, &user_cache),
             cache_dir: user_cache.join("omnigrpo"),
@@ -176,6 +182,7 @@ mod tests {
             ("GH_PAT", "github_pat_1"),
             ("DEPLOY_KEY", "-----BEGIN KEY-----\nMIIEpAIBAAK\nx\n"),
             ("COMPASS", "north by east"),
+            ("OLD_PWD", "/proc/self/"),
             ("TRACKIO_PROJECT", "a project"),
             ("TOKENIZERS_PARALLELISM", "false false"),
             ("SOME_TOKEN", "1"),

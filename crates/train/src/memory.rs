@@ -653,9 +653,12 @@ fn completed(
             false => repeated(slots as f64, || step(flying))?,
             // A card records a step for each of a few batch sizes, as completions end.
             true => in_arena(|| {
-                let sizes =
-                    std::iter::successors(Some(flying), |rows| Some(rows / 2).filter(|&rows| rows >= 8));
-                sizes.into_iter().try_for_each(&mut step)
+                let smaller = |&rows: &usize| match rows {
+                    16..=64 => Some(rows / 2),
+                    65.. => Some((rows - 1) / 64 * 64),
+                    _ => None,
+                };
+                std::iter::successors(Some(flying), smaller).try_for_each(&mut step)
             })?,
         }
     }

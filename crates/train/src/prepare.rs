@@ -566,32 +566,30 @@ impl Prepared {
             (None, _) => (room::free_on(device).map(of_card), main.map(|(bytes, _)| (bytes, "main memory"))),
         };
         self.forecast.need = self.memory(&self.variant())?;
-        self.widen_rollouts()
+        self.widen_rollouts();
+        Ok(())
     }
 
-    /// Lets a GPU decode more completions at once than by default, if its memory has room. No bit of a completion depends on it.
-    fn widen_rollouts(&mut self) -> Result<()> {
+    /// Lets rollouts on a GPU decode more completions at once than by default, if its memory has room. No bit of a completion depends on it.
+    fn widen_rollouts(&mut self) {
         let (run, plan) = (&self.run, &self.run.plan);
         let (Some((limit, _)), MAX_LIVE) = (self.forecast.limit, run.algorithm.max_live) else {
-            return Ok(());
+            return;
         };
         if run.model.device() == Device::Cpu || plan.objective == Objective::Imitate {
-            return Ok(());
+            return;
         }
         let rows = self.prompts_here(plan) * plan.steps_per_generation * run.algorithm.num_generations;
-        for live in WIDER.into_iter().filter(|live| live / 2 < rows) {
+        let fits = |need: &Need| need.memory.total() as f64 <= limit as f64 * WIDE_SHARE;
+        for live in WIDER.into_iter().filter(|live| live / 2 < rows && fits(&self.forecast.need)) {
             let mut algorithm = self.run.algorithm.clone();
-            algorithm.max_live = live;
-            let need = self.memory(&Variant { algorithm: &algorithm, ..self.variant() })?;
-            if need.memory.total() as f64 <= limit as f64 * WIDE_SHARE {
+            algorithm.max_live = live.min(rows);
+            let need = self.memory(&Variant { algorithm: &algorithm, ..self.variant() });
+            if let Some(need) = need.ok().filter(fits) {
                 (self.run.algorithm, self.forecast.need) = (algorithm, need);
-                if let Some(plan) = &mut self.run.eval {
-                    plan.options.max_live = live;
-                }
                 break;
             }
         }
-        Ok(())
     }
 
     /// Returns the bytes of main memory that this rank may use, with those that it already uses. The ranks of a machine share
@@ -975,10 +973,14 @@ fn step_takes(plan: &RunPlan, algorithm: &Divided) -> String {
         1 => String::new(),
         size => format!(", on {size} ranks ({})", ranks.engine()),
     };
+    let at_once = match algorithm.max_live {
+        MAX_LIVE => String::new(),
+        live => format!(", {live} at once"),
+    };
     match plan.objective {
         Objective::Imitate => format!("a step takes {}{on}", many(prompts, "answer")),
         Objective::Reinforce => format!(
-            "a step takes {} of {}{on}: {} of at most {}",
+            "a step takes {} of {}{on}: {} of at most {}{at_once}",
             many(prompts, "prompt"),
             many(each, "completion"),
             many(prompts * each, "answer"),

@@ -16,9 +16,9 @@ use omnigrpo_ranks::{Ranks, Threads};
 use omnigrpo_rewards::{RewardOptions, RewardSet, build, reward};
 use omnigrpo_rollout::TurnLimits;
 use omnigrpo_train::{
-    AdamWConfig, Algorithm, Divided, EvalPlan, MemoryOf, MemoryPlan, ModelPlan, Observer, Output, Policy,
-    Prepared, PreparedRow, ReferenceKept, ResumeFrom, RowPlan, Run, RunPlan, SavePlan, SaveWhen, Selection,
-    Shard, Signals, Split, TrainError, Trained, Work, media_bytes, memory,
+    AdamWConfig, Algorithm, Divided, EvalPlan, MemoryOf, MemoryPlan, ModelPlan, Objective, Observer, Output,
+    Policy, Prepared, PreparedRow, ReferenceKept, ResumeFrom, RowPlan, Run, RunPlan, SavePlan, SaveWhen,
+    Selection, Shard, Signals, Split, TrainError, Trained, Work, media_bytes, memory,
 };
 use setup::{algorithm, checkpoint, dataset, lines, optimizer, prompts, questions};
 
@@ -196,24 +196,39 @@ fn memory_is_forecast_and_a_hopeless_run_is_refused_before_it_loads() {
 
 #[test]
 fn a_card_with_room_decodes_more_completions_at_once() {
+    const ROOM: u64 = 1 << 40;
     let place = place();
-    let live = |num_generations, memory| {
+    let live = |num_generations, memory, change: &dyn Fn(&mut Run)| {
         let mut run = run(&place.rows, &place.out);
         let (start, device) =
             (Checkpoint::open(&checkpoint(MODEL)).unwrap(), Device::Gpu(Card::emulated(None)));
         run.model = Policy::Planned(Box::new(ModelPlan { device, ..ModelPlan::of(&start) }));
         (run.plan.prompts_per_step, run.gpu_memory) = (6, Some(memory));
         run.algorithm.num_generations = num_generations;
+        change(&mut run);
         let prepared = run.prepare(&quiet()).unwrap();
         (prepared.variant().algorithm.max_live, prepared.forecast().need.memory.total())
     };
-    const ROOM: u64 = 1 << 40;
-    let [narrow, middle, wide] = [10, 16, 30].map(|num_generations| live(num_generations, ROOM));
-    assert_eq!((narrow.0, middle.0, wide.0), (64, 128, 256));
-    // The run keeps a tenth of the memory free for its rollouts, or decodes fewer completions at once.
-    assert_eq!(live(30, (wide.1 as f64 / 0.9) as u64 + 1).0, 256);
-    let less = live(30, wide.1);
-    assert!(less.0 < 256 && less.1 < wide.1, "{less:?} {wide:?}");
+    let same: &dyn Fn(&mut Run) = &|_| ();
+    let given = |live| move |run: &mut Run| run.algorithm.max_live = live;
+    // Six prompts. The whole step is decoded at once, up to 256 completions.
+    for (num_generations, wanted) in [(10, 64), (16, 96), (30, 180), (50, 256)] {
+        assert_eq!(live(num_generations, ROOM, same).0, wanted, "{num_generations}");
+    }
+    // A tenth of the memory stays free.
+    let [wide, middle, narrow] = [256, 128, 63].map(|one| live(50, ROOM, &given(one)).1);
+    assert!(narrow < middle && middle < wide, "{narrow} {middle} {wide}");
+    let limit = |need: u64| (need as f64 / 0.9) as u64;
+    assert_eq!(live(50, limit(wide) + 2, same), (256, wide));
+    assert_eq!(live(50, limit(wide) - 2, same), (128, middle));
+    assert_eq!(live(50, limit(middle) - 2, same).0, 64);
+    // Other numbers than the default, other devices and other objectives keep theirs.
+    assert_eq!(live(50, ROOM, &given(8)).0, 8);
+    assert_eq!(live(50, ROOM, &|run| run.plan.objective = Objective::Imitate).0, 64);
+    let on_cpu = |run: &mut Run| {
+        run.model = Policy::Planned(Box::new(ModelPlan::of(&Checkpoint::open(&checkpoint(MODEL)).unwrap())));
+    };
+    assert_eq!(live(50, ROOM, &on_cpu).0, 64);
 }
 
 #[test]

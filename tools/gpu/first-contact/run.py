@@ -66,7 +66,10 @@ SMALL = [
     "plain_attention_of_any_width",
     "products_with_codes_equal_those_with_widened_weights",
     "quantised_weights_are_widened",
+    "recurrent::steps_continue_states",
+    "step::queries_and_keys_are_turned_as_by_their_own_kernels",
     "swiglu_of_few_rows_has_the_bits_of_two_kernels",
+    "updates_in_few_bits_are_those_of_the_cpu",
 ]
 
 

@@ -11,7 +11,9 @@ TESTS = CUDA.parent / "tests" / "kernels"
 class Faults(unittest.TestCase):
     def test_each_changes_a_text(self):
         for fault in FAULTS:
-            planted(fault, (CUDA / f"{fault.file}.cu").read_text())
+            text = (CUDA / f"{fault.file}.cu").read_text()
+            planted(fault, text)
+            self.assertIn('#include "prim.cuh"', text, fault.what)
 
     def test_each_names_tests_that_exist(self):
         for fault in FAULTS:

@@ -529,7 +529,7 @@ fn swiglu_of_few_rows_has_the_bits_of_two_kernels() {
         [launches, of_two]
     };
     for bits in [None, Some(QuantBits::Eight), Some(QuantBits::Four)] {
-        for sizes in [[70, 72, 9], [3, 64, 1], [32, 128, 70], [33, 120, 40], [4290, 136, 3]] {
+        for sizes in [[70, 72, 9], [3, 64, 1], [32, 128, 70], [33, 120, 40], [33, 120, 20], [4290, 136, 3]] {
             let [joined, apart] = of(bits, sizes, Dtype::Bf16);
             assert!(joined < apart || apart == 0, "{bits:?}, {sizes:?}: {joined} kernels");
         }

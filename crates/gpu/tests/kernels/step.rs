@@ -99,7 +99,7 @@ fn step(bits: Option<QuantBits>, sampling: &Sampling, schedule: u64) -> [u64; 2]
     gpu.replay(&graph, &[&out]);
     let after = counts();
     let replayed = gpu.read_drawn(&out);
-    // A kernel that did not wait is named first.
+    // `check` names the kernel that did not wait, so it comes before the comparison.
     gpu.check().unwrap();
     assert_eq!(replayed, plain, "{bits:?}, {sampling:?}");
     [0, 1].map(|i| after[i] - before[i])

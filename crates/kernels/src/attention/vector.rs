@@ -490,10 +490,16 @@ pub(super) fn forward(call: Call, layout: &AttentionLayout, results: Results) {
         return;
     }
     // Wide units read keys and values less often. Narrow units keep more threads busy.
-    for (lanes, least) in [(MAX_LANES / 2, 2 * threads), (PAD, 2 * threads), (1, threads)] {
+    let rounds = if layout.ranges.iter().all(|range| range.queries.len() <= 1) { 2 } else { 1 };
+    for (lanes, least) in [(MAX_LANES / 2, 2 * threads), (PAD, rounds * threads)] {
         if cut.len() * shape.kv_heads < least {
             cut = units(layout, shape.group(), lanes);
         }
+    }
+    let tasks = cut.len() * shape.kv_heads;
+    if (1..threads).contains(&tasks) {
+        // A unit of few lanes takes as long as one of a whole vector, so it is not narrower than necessary.
+        cut = units(layout, shape.group(), PAD / threads.div_ceil(tasks));
     }
     let tasks: Vec<(&Unit, usize)> =
         cut.iter().flat_map(|unit| (0..shape.kv_heads).map(move |head| (unit, head))).collect();
