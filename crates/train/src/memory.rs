@@ -658,7 +658,8 @@ fn completed(
                     65.. => Some((rows - 1) / 64 * 64),
                     _ => None,
                 };
-                std::iter::successors(Some(flying), smaller).try_for_each(&mut step)
+                // Each step adds a token.
+                std::iter::successors(Some(flying), smaller).take(slots - slots / 2).try_for_each(&mut step)
             })?,
         }
     }

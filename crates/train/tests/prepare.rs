@@ -205,6 +205,9 @@ fn a_card_with_room_decodes_more_completions_at_once() {
         run.model = Policy::Planned(Box::new(ModelPlan { device, ..ModelPlan::of(&start) }));
         (run.plan.prompts_per_step, run.gpu_memory) = (6, Some(memory));
         run.algorithm.num_generations = num_generations;
+        // The caches of a rollout are more than what an update keeps.
+        run.algorithm.max_stream_tokens = Some(300);
+        run.algorithm.sampling.max_completion_length = 200;
         change(&mut run);
         let prepared = run.prepare(&quiet()).unwrap();
         (prepared.variant().algorithm.max_live, prepared.forecast().need.memory.total())
@@ -222,6 +225,8 @@ fn a_card_with_room_decodes_more_completions_at_once() {
     assert_eq!(live(50, limit(wide) + 2, same), (256, wide));
     assert_eq!(live(50, limit(wide) - 2, same), (128, middle));
     assert_eq!(live(50, limit(middle) - 2, same).0, 64);
+    // Completions of few tokens end before the batch becomes small.
+    assert_eq!(live(50, ROOM, &|run| run.algorithm.sampling.max_completion_length = 2).0, 256);
     // Other numbers than the default, other devices and other objectives keep theirs.
     assert_eq!(live(50, ROOM, &given(8)).0, 8);
     assert_eq!(live(50, ROOM, &|run| run.plan.objective = Objective::Imitate).0, 64);
