@@ -1,6 +1,14 @@
+import signal
+
 import pytest
 
 import omnigrpo
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes minutes; the stage `trl` runs it")
+    # A shell starts jobs in the background with interrupts ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

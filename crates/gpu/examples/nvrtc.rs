@@ -1,6 +1,6 @@
-//! Compiles all kernels for all architectures, without a GPU, and checks the assembler's report.
+//! Compiles all kernels for all architectures, or for the given ones, without a GPU, and checks the assembler's report.
 //!
-//! Run `cargo run -p omnigrpo-gpu --example nvrtc -- FOLDER` with a folder that contains NVRTC, such as
+//! Run `cargo run -p omnigrpo-gpu --example nvrtc -- FOLDER [ARCHITECTURE…]` with a folder that contains NVRTC, such as
 //! `site-packages`; `tools/gpu/fetch_nvrtc` downloads one. The program fails if a kernel does not compile, needs more
 //! registers than a multiprocessor has for its threads, needs more static shared memory than 48 KiB, or spills
 //! registers, or if a compilation cannot be ended early.
@@ -74,7 +74,17 @@ fn late(nvrtc: &Nvrtc) -> Option<String> {
 }
 
 fn main() -> ExitCode {
-    let folders: Vec<_> = std::env::args_os().skip(1).map(Into::into).collect();
+    let mut words = std::env::args().skip(1);
+    let folders: Vec<_> = words.next().into_iter().map(Into::into).collect();
+    let given: Vec<String> = words.collect();
+    let known: Vec<&str> = ARCHITECTURES
+        .into_iter()
+        .filter(|arch| given.is_empty() || given.iter().any(|own| own == arch))
+        .collect();
+    if known.len() < given.len() {
+        eprintln!("unknown architectures among {given:?}; expected some of {ARCHITECTURES:?}");
+        return ExitCode::FAILURE;
+    }
     let nvrtc = match Nvrtc::load(&folders, None) {
         Ok(nvrtc) => nvrtc,
         Err(error) => {
@@ -83,7 +93,7 @@ fn main() -> ExitCode {
         }
     };
     println!("{nvrtc:?}");
-    let jobs: Vec<(&str, &str, &str)> = ARCHITECTURES
+    let jobs: Vec<(&str, &str, &str)> = known
         .iter()
         .flat_map(|arch| sources::FILES.iter().map(|(file, text)| (*arch, *file, *text)))
         .collect();
@@ -101,7 +111,7 @@ fn main() -> ExitCode {
     });
     let done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
     let mut problems = Vec::new();
-    for arch in ARCHITECTURES {
+    for arch in known {
         let (mut count, mut most) = (0, Report::default());
         for (file, _) in sources::FILES {
             let log = match &done[&(arch, *file)] {
