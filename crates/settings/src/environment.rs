@@ -90,9 +90,9 @@ fn on(get: &dyn Fn(&str) -> Option<String>, name: &str) -> bool {
     get(name).is_some_and(|v| matches!(v.to_ascii_lowercase().as_str(), "1" | "true" | "yes" | "on"))
 }
 
-/// Returns the values of variables that are keys by their names, such as `WANDB_API_KEY` and `HF_TOKEN`, and stored ones, the longest
-/// one first. Each line of a key with several lines is a secret. Short ones are left out, since other words could have the same letters, and
-/// so are paths of files that exist.
+/// Returns the values of variables that are keys by their names, such as `WANDB_API_KEY` and `HF_TOKEN`, and the stored keys, sorted by
+/// length, the longest first. Each line of a value is a secret of its own. Leaves out lines of fewer than 8 bytes, which could be parts of
+/// other words, and values that are paths of existing files.
 pub fn secrets(
     variables: impl IntoIterator<Item = (OsString, OsString)>,
     stored: impl IntoIterator<Item = String>,
@@ -112,8 +112,13 @@ pub fn secrets(
 
 /// Returns the passwords in the text of [`Environment::netrc`], where `wandb login` stores its key.
 pub fn passwords(netrc: &str) -> Vec<String> {
-    let words: Vec<&str> = netrc.split_whitespace().collect();
-    words.windows(2).filter(|pair| pair[0] == "password").map(|pair| pair[1].to_owned()).collect()
+    let (mut words, mut found) = (netrc.split_whitespace(), Vec::new());
+    while let Some(word) = words.next() {
+        let value =
+            if matches!(word, "machine" | "login" | "account" | "password") { words.next() } else { None };
+        found.extend(value.filter(|_| word == "password").map(|value| value.trim_matches('"').to_owned()));
+    }
+    found
 }
 
 impl Environment {
@@ -206,7 +211,7 @@ mod tests {
 
     #[test]
     fn passwords_of_a_netrc_are_found() {
-        let text = "machine api.wandb.ai\n  login user\n  password 0123456789\nmachine b login c password d\npassword";
+        let text = "machine api.wandb.ai\n  login user\n  password 0123456789\nmachine b login password password \"d\"\npassword";
         assert_eq!(passwords(text), ["0123456789", "d"]);
         assert!(passwords("").is_empty());
     }

@@ -18,7 +18,7 @@ use omnigrpo_ops::{
     holding, in_arena, is_on_card, on_card, phase, repeated,
 };
 use omnigrpo_rewards::{Logged, RewardMatrix};
-use omnigrpo_rollout::{Completion, FinishReason};
+use omnigrpo_rollout::{Completion, FinishReason, MAX_LIVE};
 use omnigrpo_text::{Role, Turn};
 
 use crate::error::{DEVICE, Result, TrainError};
@@ -505,7 +505,10 @@ pub(crate) fn evaluate(model: &Model, plan: &MemoryPlan) -> Result<()> {
         holding(Held::Features, || prompts.iter().map(encode).collect::<Result<Vec<_>>>())
     })?;
     let pairs: Vec<_> = prompts.iter().map(|prompt| &**prompt).zip(&features).collect();
-    complete(model, plan.algorithm, &pairs, *num_generations)
+    // Evaluations decode as many completions at once as by default.
+    let algorithm =
+        Algorithm { max_live: plan.algorithm.max_live.min(MAX_LIVE), ..plan.algorithm.algorithm.clone() };
+    complete(model, &algorithm, &pairs, *num_generations)
 }
 
 /// Runs a rollout and its updates. `take` receives the footprint of the rollout. The caller measures the rest.

@@ -579,11 +579,17 @@ impl Prepared {
         if run.model.device() == Device::Cpu || plan.objective == Objective::Imitate {
             return;
         }
-        let rows = self.prompts_here(plan) * plan.steps_per_generation * run.algorithm.num_generations;
+        let each = run.algorithm.num_generations.max(1);
+        let rows = self.prompts_here(plan) * plan.steps_per_generation * each;
+        // Groups are never divided.
+        let whole = |live: usize| ((live / each).max(1) * each).min(rows);
         let fits = |need: &Need| need.memory.total() as f64 <= limit as f64 * WIDE_SHARE;
-        for live in WIDER.into_iter().filter(|live| live / 2 < rows && fits(&self.forecast.need)) {
+        for live in WIDER.map(whole) {
+            if live <= whole(MAX_LIVE) || !fits(&self.forecast.need) {
+                break;
+            }
             let mut algorithm = self.run.algorithm.clone();
-            algorithm.max_live = live.min(rows);
+            algorithm.max_live = live;
             let need = self.memory(&Variant { algorithm: &algorithm, ..self.variant() });
             if let Some(need) = need.ok().filter(fits) {
                 (self.run.algorithm, self.forecast.need) = (algorithm, need);
@@ -975,7 +981,7 @@ fn step_takes(plan: &RunPlan, algorithm: &Divided) -> String {
     };
     let at_once = match algorithm.max_live {
         MAX_LIVE => String::new(),
-        live => format!(", {live} at once"),
+        live => format!(", up to {live} at once"),
     };
     match plan.objective {
         Objective::Imitate => format!("a step takes {}{on}", many(prompts, "answer")),

@@ -63,7 +63,7 @@ pub struct Algorithm {
     pub num_generations: usize,
     /// Sampling settings of the completions.
     pub sampling: SamplingParams,
-    /// Maximum number of completions decoded at the same time. A run on a GPU with room for more replaces the default, 64, by up to 256.
+    /// Maximum number of completions decoded at the same time. A run on a GPU with room for more replaces 64, the default, by up to 256.
     pub max_live: usize,
     /// Formula that turns rewards into advantages.
     pub advantage: AdvantageKind,

@@ -497,9 +497,9 @@ pub(super) fn forward(call: Call, layout: &AttentionLayout, results: Results) {
         }
     }
     let tasks = cut.len() * shape.kv_heads;
-    if (1..threads).contains(&tasks) {
-        // A unit of few lanes takes as long as one of a whole vector, so it is not narrower than necessary.
-        cut = units(layout, shape.group(), PAD / threads.div_ceil(tasks));
+    if tasks > 0 && 2 * tasks <= threads {
+        // A unit of few lanes takes as long as one of a whole vector, so there are no more units than threads.
+        cut = units(layout, shape.group(), PAD / (threads / tasks));
     }
     let tasks: Vec<(&Unit, usize)> =
         cut.iter().flat_map(|unit| (0..shape.kv_heads).map(move |head| (unit, head))).collect();
