@@ -511,7 +511,7 @@ fn with_flags<T>(
         false => None,
     };
     let objective = prepared.variant().plan.objective;
-    // As many completions are decoded at once as in the run with which this one is compared.
+    // Both runs of a comparison decode the same number of completions at once.
     let algorithm =
         Algorithm { max_live: prepared.variant().algorithm.max_live, ..settings.algorithm.clone() };
     let variant = Variant {
