@@ -11,6 +11,8 @@ const Observer* observer;
 static thread_local uint64_t most_blocks = ~uint64_t(0);
 static thread_local bool early;
 static constexpr size_t STACK = 128 << 10;
+/// The stacks begin at different places of the caches: at one place, the threads of a block would evict each other.
+static constexpr size_t APART = 576, PLACES = 100;
 
 extern "C" void emu_switch(void** save, void* load);
 #if defined(__x86_64__)
@@ -69,7 +71,7 @@ void wait_warp(const void* what, void (*last)(Warp&, unsigned)) {
     self->state = Fiber::at_warp;
     if (++warp.waiting == warp.alive) {
         if (last) last(warp, self->parity);
-        for (Fiber& f : block->fibers) if (f.warp == self->warp && f.state == Fiber::at_warp) f.state = Fiber::ready;
+        for (Fiber* f = &block->fibers[self->warp * 32], *end = f + warp.size; f < end; f++) if (f->state == Fiber::at_warp) f->state = Fiber::ready;
         warp.waiting = 0;
     }
     leave();
@@ -99,6 +101,8 @@ void* shared_array(const void* place, size_t bytes) {
 
 static thread_local uint64_t state;
 static uint64_t random() { state ^= state << 13; state ^= state >> 7; return state ^= state << 17; }
+/// Returns a random number below `n`, without a division.
+static size_t below(size_t n) { return (random() >> 32) * n >> 32; }
 static void arrive(const Copy& c) { c.from ? (void)memcpy(c.to, c.from, c.bytes) : (void)memset(c.to, 0, c.bytes); }
 void copy(Copy what) {
     if (state && random() % 2) arrive(what);
@@ -143,6 +147,7 @@ static const char* launch(const Kernel& kernel, Dim grid, unsigned threads, size
     b.shared = reinterpret_cast<char*>((uintptr_t(memory.data()) + 127) & ~uintptr_t(127));
     b.arena = b.shared + (shared + 15) / 16 * 16;
     b.shared_bytes = shared;
+    b.fibers.resize(threads), b.warps.resize((threads + 31) / 32);
     std::vector<unsigned> order(threads);
     for (unsigned i = 0; i < threads; i++) order[i] = i;
     state = seed;
@@ -154,20 +159,21 @@ static const char* launch(const Kernel& kernel, Dim grid, unsigned threads, size
     for (unsigned z = 0; z < grid.z; z = after(z, grid.z))
         for (unsigned y = 0; y < grid.y; y = after(y, grid.y))
             for (unsigned x = 0; x < grid.x; x = after(x, grid.x)) blocks.push_back(x + size_t(grid.x) * (y + size_t(grid.y) * z));
-    if (seed) for (size_t i = blocks.size(); i > 1; i--) std::swap(blocks[i - 1], blocks[random() % i]);
+    if (seed) for (size_t i = blocks.size(); i > 1; i--) std::swap(blocks[i - 1], blocks[below(i)]);
     for (size_t i : blocks) {
         b.index = {unsigned(i % grid.x), unsigned(i / grid.x % grid.y), unsigned(i / grid.x / grid.y)};
         memset(b.shared, 0xff, (shared + 15) / 16 * 16 + (b.arena_used ? b.arena_used : ARENA));
-        b.fibers.assign(threads, Fiber{});
-        b.warps.resize((threads + 31) / 32);
         for (Warp& w : b.warps) w.size = w.alive = w.waiting = 0;
         b.alive = threads, b.waiting = 0;
         for (unsigned i = 0; i < threads; i++) {
             Fiber& f = b.fibers[i];
+            // Vectors keep their memory.
+            f.groups.clear(), f.open.clear();
+            f.parity = 0, f.waited = false, f.state = Fiber::ready;
             f.tid = {i, 0, 0};
             f.lane = i % 32, f.warp = i / 32;
             b.warps[f.warp].alive = ++b.warps[f.warp].size;
-            f.sp = first_frame(stacks + STACK * (i + 1), start);
+            f.sp = first_frame(stacks + STACK * (i + 1) - APART * (i % PLACES), start);
         }
         if (observer) observer->block_begins();
         // With seed 0, all threads advance together. With another seed, a random warp runs ahead, for some steps or
@@ -177,7 +183,7 @@ static const char* launch(const Kernel& kernel, Dim grid, unsigned threads, size
             unsigned from = 0, to = threads;
             uint64_t passes = 1;
             if (seed) {
-                unsigned w = random() % b.warps.size();
+                unsigned w = below(b.warps.size());
                 for (unsigned tries = 0; tries < b.warps.size(); tries++, w = (w + 1) % b.warps.size()) {
                     bool any = false;
                     for (unsigned i = w * 32; i < threads && i < w * 32 + 32; i++) any |= b.fibers[i].state == Fiber::ready;
@@ -188,7 +194,7 @@ static const char* launch(const Kernel& kernel, Dim grid, unsigned threads, size
             }
             for (bool more = true; more && passes--;) {
                 more = false;
-                if (seed) for (unsigned i = to - from; i > 1; i--) std::swap(order[from + i - 1], order[from + random() % i]);
+                if (seed) for (unsigned i = to - from; i > 1; i--) std::swap(order[from + i - 1], order[from + below(i)]);
                 for (unsigned j = from; j < to; j++) {
                     self = &b.fibers[order[j]];
                     if (self->state != Fiber::ready) continue;

@@ -188,6 +188,11 @@ inline void copy_async(void* to, const void* from, bool valid) {
     if ((uintptr_t(to) | uintptr_t(from)) % 16) emu::fail("cp.async: an address that is no multiple of 16 bytes");
     emu::copy({to, valid ? from : nullptr, 16});
 }
+inline void prefetch(const void* from, uint32_t bytes) {
+    if ((uintptr_t(from) | bytes) % 16) emu::fail("a prefetch: address or bytes are no multiple of 16");
+    // Memory beyond an array is not readable.
+    for (uint32_t i = 0; i < bytes; i += 16) (void)*((const volatile char*)from + i);
+}
 inline void commit_copies() { emu::commit_copies(); }
 template <int NEWEST> inline void wait_copies() { emu::wait_copies(NEWEST); }
 inline uint32_t count(uint32_t* counter, uint32_t last) {
