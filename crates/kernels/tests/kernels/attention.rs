@@ -1,16 +1,6 @@
 //! Attention against its f64 twin, and the independence of its bits.
-#![allow(clippy::unwrap_used, clippy::single_range_in_vec_init, missing_docs)]
 
-mod common;
-
-/// Selects the best instructions of this CPU and returns the factor of all tolerances; `portable.rs` runs the same
-/// tests with another choice.
-#[allow(dead_code)]
-pub fn choose_instructions() -> f64 {
-    1.0
-}
-
-use common::{close, noise, wide, with_threads};
+use crate::common::{check_gradient, close, dot, noise, wide, with_threads};
 use omnigrpo_kernels::attention::{self, AttentionLayout, Qkv, QueryRange, Shape};
 use omnigrpo_kernels::{Mat, MatMut, twin};
 
@@ -129,11 +119,11 @@ fn twin_gradient_is_the_central_difference() {
     }
     let (dq, dk, dv) = twin::attention_backward(Mat::new(&dout, 6, 8), qkv(&q, &k, &v), &layout, shape, 0.5);
     let f = |q: &[f64], k: &[f64], v: &[f64]| {
-        common::dot(&twin::attention_forward(qkv(q, k, v), &layout, shape, 0.5).0, &dout)
+        dot(&twin::attention_forward(qkv(q, k, v), &layout, shape, 0.5).0, &dout)
     };
-    common::check_gradient(&q, &dq, |q| f(q, &k, &v));
-    common::check_gradient(&k, &dk, |k| f(&q, k, &v));
-    common::check_gradient(&v, &dv, |v| f(&q, &k, v));
+    check_gradient(&q, &dq, |q| f(q, &k, &v));
+    check_gradient(&k, &dk, |k| f(&q, k, &v));
+    check_gradient(&v, &dv, |v| f(&q, &k, v));
 }
 
 /// Returns attention of packed queries, keys and values, and their gradient.

@@ -1,22 +1,8 @@
 //! Every kernel except attention, compared with its f64 twin and with PyTorch, and the independence of its bits.
-#![allow(clippy::unwrap_used, missing_docs)]
-
-mod common;
-
-/// Selects the best instructions of this CPU and returns the factor of all tolerances; `portable.rs` runs the same
-/// tests with another choice.
-#[allow(dead_code)]
-pub fn choose_instructions() -> f64 {
-    1.0
-}
-
-/// How the tests multiply with weights of fewer than 32 bits.
-#[allow(dead_code)]
-pub const ARITHMETIC: Arithmetic = Arithmetic { bf16_products: None, keeps_inputs: false };
 
 use std::collections::HashMap;
 
-use common::{check_gradient, close, dot, noise, wide, with_threads};
+use crate::common::{check_gradient, close, dot, noise, wide, with_threads};
 use half::bf16;
 use omnigrpo_kernels::activation::{self, Activation};
 use omnigrpo_kernels::attention::{AttentionLayout, Qkv, Shape};
@@ -29,7 +15,7 @@ use omnigrpo_kernels::optim::{AdamW, Rounding, Updated};
 use omnigrpo_kernels::paths::Path;
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 use omnigrpo_kernels::{
-    Arithmetic, Mat, MatMut, Stored, Top, Weight, embedding, linear, logprob, norm, optim, rope, scale, twin,
+    Mat, MatMut, Stored, Top, Weight, embedding, linear, logprob, norm, optim, rope, scale, twin,
 };
 
 const ACTIVATIONS: [Activation; 4] =
@@ -43,12 +29,12 @@ fn torch() -> HashMap<String, Case> {
 
 /// Returns a bf16 weight with the arithmetic of this program.
 fn bf16_weight(w: &[bf16], n: usize, k: usize) -> Weight<'_> {
-    Weight::bf16(w, n, k).with(crate::ARITHMETIC)
+    Weight::bf16(w, n, k).with(crate::arithmetic())
 }
 
 /// Returns the rounding of a gradient, by the dtype of its weight.
 fn rounding(bf16: bool) -> Option<Path> {
-    bf16.then(|| crate::ARITHMETIC.path())
+    bf16.then(|| crate::arithmetic().path())
 }
 
 fn narrow(x: &[f64]) -> Vec<f32> {
@@ -76,7 +62,7 @@ fn unspread(y: &[f32], rows: usize, width: usize, stride: usize) -> Vec<f32> {
 
 /// Returns the factors that a product with such a weight multiplies: instructions for bf16 take only bf16.
 fn factor(x: &[f32], bf16_weight: bool) -> Vec<f64> {
-    if bf16_weight && crate::ARITHMETIC.rounds_bf16() {
+    if bf16_weight && crate::arithmetic().rounds_bf16() {
         return x.iter().map(|&x| bf16::from_f32(x).to_f64()).collect();
     }
     wide(x)
@@ -696,7 +682,7 @@ fn log_probabilities_match_their_twin() {
                 let gradient = logprob::Gradient { logp: &dlogp64, entropy: own };
                 let mut dlogits = twin::logit_gradients(gradient, hidden64, head64, targets, t64);
                 let mut bound = 5e-6;
-                if bf16 && crate::ARITHMETIC.rounds_bf16() {
+                if bf16 && crate::arithmetic().rounds_bf16() {
                     // The gradient is a factor too. Some elements are so near the middle of two bf16 that the kernel
                     // takes the other one.
                     dlogits = factor(&narrow(&dlogits), true);
@@ -769,7 +755,7 @@ fn experts_match_their_twins() {
         let weights = [
             (Weight::f32(&w, e * k, n), &w),
             (bf16_weight(&narrow_w, e * k, n), &rounded),
-            (Weight::from(eight.rows()).with(crate::ARITHMETIC), &widened),
+            (Weight::from(eight.rows()).with(crate::arithmetic()), &widened),
         ];
         let (x32, dy32) = (Mat::new(&x, places, k), Mat::new(&dy, places, n));
         for (weight, values) in weights {

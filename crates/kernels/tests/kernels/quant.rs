@@ -1,15 +1,6 @@
 //! Quantised weights: the error bounds of a weight and of a product, tiles compared with rows, bits of a row.
-#![allow(clippy::unwrap_used, missing_docs)]
 
-mod common;
-
-/// Selects the best instructions of this CPU and returns the factor of all tolerances.
-#[allow(dead_code)]
-pub fn choose_instructions() -> f64 {
-    1.0
-}
-
-use common::{noise, wide, with_threads};
+use crate::common::{close, dot, noise, wide, with_threads};
 use half::bf16;
 use omnigrpo_kernels::linear::Layer;
 use omnigrpo_kernels::quant::{GROUP, QuantBits, QuantMatrix, QuantRows};
@@ -138,8 +129,8 @@ fn few_rows_multiply_exact_inputs_or_bytes() {
             let layers = [Layer { w: matrix.rows().into(), bias: Some(&bias) }];
             let mut y = vec![0.25; m * n];
             linear::forward_rows_into(rows, &layers, true, MatMut::new(&mut y, m, n));
-            common::close(&y, &want.iter().map(|y| y + 0.25).collect::<Vec<_>>(), 4e-6);
-            let size = (common::dot(&exact, &exact) / exact.len() as f64).sqrt();
+            close(&y, &want.iter().map(|y| y + 0.25).collect::<Vec<_>>(), 4e-6);
+            let size = (dot(&exact, &exact) / exact.len() as f64).sqrt();
             let error = want.iter().zip(&exact).map(|(want, exact)| (want - exact).abs() / size);
             let bound = if bits == QuantBits::Eight { 1e-4 } else { 0.03 };
             assert!(error.fold(0.0, f64::max) < bound, "{bits:?} {m}×{k}×{n}");
@@ -190,7 +181,7 @@ fn outliers_cost_no_other_input_its_bits() {
                 y
             };
             let y = run(&x);
-            let size = (common::dot(&exact, &exact) / exact.len() as f64).sqrt();
+            let size = (dot(&exact, &exact) / exact.len() as f64).sqrt();
             let error: f64 = y.iter().zip(&exact).map(|(&y, want)| (f64::from(y) - want).powi(2)).sum();
             let error = (error / exact.len() as f64).sqrt() / size;
             let bound = if bits == QuantBits::Eight { 2e-4 } else { 7e-3 };
@@ -298,7 +289,7 @@ fn products_are_within_the_bound_of_their_weights() {
             linear::backward_input_into(Mat::new(&dy, m, n), &layers, true, MatMut::new(&mut dx, m, k));
             let (dy64, values64) = (factor(&dy), factor(&values));
             let (want, ..) = twin::linear_backward(Mat::new(&dy64, m, n), x64, Mat::new(&values64, n, k));
-            common::close(&dx, &want.iter().map(|d| d + 0.5).collect::<Vec<_>>(), 2e-6);
+            close(&dx, &want.iter().map(|d| d + 0.5).collect::<Vec<_>>(), 2e-6);
         }
     }
 }
@@ -345,11 +336,7 @@ fn many_rows_have_the_bits_of_few() {
             assert_eq!(many, few, "{bits:?}");
         } else {
             let exact: Vec<f64> = wide(&few);
-            common::close(
-                &many,
-                &exact,
-                if DEFAULT.rounds_bf16() || DEFAULT.rounds_inputs() { 3e-2 } else { 1e-5 },
-            );
+            close(&many, &exact, if DEFAULT.rounds_bf16() || DEFAULT.rounds_inputs() { 3e-2 } else { 1e-5 });
         }
     }
 }
@@ -374,7 +361,7 @@ fn each_weight_has_its_arithmetic() {
                 y
             };
             let (kept, rounded) = (run(&[own]), run(&[other]));
-            common::close(&kept, &exact, 2e-6);
+            close(&kept, &exact, 2e-6);
             assert_eq!(kept != rounded, DEFAULT.rounds_inputs() || DEFAULT.rounds_bf16(), "{bits:?}");
             let both: Vec<f32> =
                 kept.chunks(n).zip(rounded.chunks(n)).flat_map(|(a, b)| [a, b].concat()).collect();
@@ -406,7 +393,7 @@ fn widened_pieces_equal_one_product() {
     let layers = [Layer::new(matrix.rows().into())];
     linear::forward_into(Mat::new(&x, 2, k), &layers, true, MatMut::new(&mut y, 2, n));
     let bound = if DEFAULT.one_kernel() { 0.03 } else { 1e-2 };
-    common::close(&y, &expected, if DEFAULT.rounds_bf16() || DEFAULT.one_kernel() { bound } else { 1e-5 });
+    close(&y, &expected, if DEFAULT.rounds_bf16() || DEFAULT.one_kernel() { bound } else { 1e-5 });
     let (dy, mut dx) = (noise(2 * n, 5), vec![0.0; 2 * k]);
     linear::backward_input_into(
         Mat::new(&dy, 2, n),
@@ -416,5 +403,5 @@ fn widened_pieces_equal_one_product() {
     );
     let (dy64, x64, values64) = (wide(&dy), Mat::new(&x64, 2, k), Mat::new(&values64, n, k));
     let (expected, ..) = twin::linear_backward(Mat::new(&dy64, 2, n), x64, values64);
-    common::close(&dx, &expected, if DEFAULT.rounds_bf16() { 1e-2 } else { 1e-5 });
+    close(&dx, &expected, if DEFAULT.rounds_bf16() { 1e-2 } else { 1e-5 });
 }

@@ -1,15 +1,7 @@
 //! The kernels of convolutional projectors, compared with their f64 twins, whose gradients are checked by central
 //! differences. Bits do not depend on the number of threads.
-#![allow(clippy::unwrap_used, missing_docs)]
 
-mod common;
-
-/// Selects all instructions of this CPU.
-pub fn choose_instructions() -> f64 {
-    1.0
-}
-
-use common::{check_gradient, close, dot, noise, wide, with_threads};
+use crate::common::{check_gradient, close, dot, noise, wide, with_threads};
 use omnigrpo_kernels::conv::{self, OUTSIDE, RowMix};
 use omnigrpo_kernels::{Mat, MatMut, twin};
 

@@ -1,15 +1,7 @@
 //! The layers that carry a state, compared with their f64 twins, which follow the recurrence row by row and whose
 //! gradients are checked by central differences. Bits of a row depend on its own sequence alone.
-#![allow(clippy::unwrap_used, missing_docs)]
 
-mod common;
-
-/// Selects all instructions of this CPU.
-pub fn choose_instructions() -> f64 {
-    1.0
-}
-
-use common::{check_gradient, close, dot, noise, wide, with_threads};
+use crate::common::{check_gradient, close, dot, noise, wide, with_threads};
 use omnigrpo_kernels::attention::AttentionLayout;
 use omnigrpo_kernels::recurrent::{
     self, CHUNK, Continued, DeltaShape, Segments, causal_steps, delta_backward, delta_forward, delta_steps,
