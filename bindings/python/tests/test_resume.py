@@ -8,7 +8,7 @@ import pytest
 
 import omnigrpo
 
-TABLE = json.loads((pathlib.Path(__file__).parents[3] / "crates/omnigrpo/tests/free.json").read_text())
+TABLE = json.loads((pathlib.Path(__file__).parents[3] / "crates/omnigrpo/tests/program/free.json").read_text())
 
 # Arguments of the trainer, places of files that only the tests of the program have, and what cannot change within a process.
 ELSEWHERE = {"model_name_or_path", "resume_from_checkpoint", "config", "deepspeed", "threads", "bf16_products", "report_to"}

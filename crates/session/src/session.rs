@@ -1,6 +1,7 @@
 //! A command has resources besides its settings; this module opens them and prepares its process.
 
 use std::cell::{OnceCell, RefCell};
+use std::error::Error as _;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -217,12 +218,18 @@ fn prepare_process(resolved: &Resolved, session: &Session, threads: Option<usize
     })?;
     // The pool is built here because at its first use a thread that cannot be started would cause a panic. 0 means one thread per
     // core.
-    // A caller may run several commands, which share it.
+    // A caller may run several commands, which share it, or may have used it before.
     static STARTED: AtomicBool = AtomicBool::new(false);
-    if !STARTED.swap(true, Ordering::SeqCst) {
+    let is_there = STARTED.swap(true, Ordering::SeqCst) || {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.unwrap_or(0)).build_global();
-        pool.context("the threads of the pool could not be started")?;
-    } else if let Some(threads) = threads.filter(|threads| *threads != rayon::current_num_threads()) {
+        // Only an error of the system has a source.
+        let is_there = pool.as_ref().is_err_and(|error| error.source().is_none());
+        if !is_there {
+            pool.context("the threads of the pool could not be started")?;
+        }
+        is_there
+    };
+    if is_there && let Some(threads) = threads.filter(|threads| *threads != rayon::current_num_threads()) {
         let started = rayon::current_num_threads();
         return Err(Problem::usage("the number of threads cannot change within a process")
             .got(format!("`threads` {threads}, and {started} threads that an earlier command started"))
