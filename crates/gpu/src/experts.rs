@@ -11,6 +11,13 @@ use crate::linear::Weight;
 use crate::product::{Factor, Product};
 use crate::sums::Mixture;
 
+/// Numbers of places and of outputs of a launch of the kernel for few places; lines of a stage, their bytes, and stages.
+const MOST_PLACES: usize = 1024;
+const OUTPUTS: usize = 64;
+const DEPTH: usize = 64;
+const LINE_BYTES: usize = 144;
+const STAGES: usize = 4;
+
 /// Yields the index and the places of every expert that has places. `offsets` are the bounds of the places.
 fn groups(offsets: &[usize]) -> impl Iterator<Item = (usize, Range<usize>)> {
     let places = offsets.windows(2).map(|ends| ends[0]..ends[1]).enumerate();
@@ -69,11 +76,35 @@ impl Gpu {
         [k, n]: [usize; 2],
     ) {
         let (x, places) = (self.held(x, weight.dtype()), experts.len());
+        // Copies have 16 bytes.
+        if let Weight::Dense(w) = weight
+            && w.dtype() == Dtype::Bf16
+            && k.is_multiple_of(8)
+            && n.is_multiple_of(8)
+            && k * n > 0
+        {
+            return self.few_places(y, &x, w, experts, [k, n]);
+        }
         let (dense, codes) = match weight {
             Weight::Dense(w) => (Some(w), Codes::default()),
             Weight::Codes(codes) => (None, codes.rows_from(0)),
         };
         self.each(kernels::rows_product(y, &*x, dense, codes, experts, places, k, n), places * n);
+    }
+
+    /// Computes [`Self::experts_rows`] on tensor cores. An expert's matrix is read once for up to 8 to 64 of its places: for twice the
+    /// mean number. No bit depends on that number.
+    fn few_places(&self, y: &mut Array, x: &Array, w: &Array, experts: &Array, [k, n]: [usize; 2]) {
+        let all = w.len() / (k * n);
+        for begin in (0..experts.len()).step_by(MOST_PLACES) {
+            let places = (experts.len() - begin).min(MOST_PLACES);
+            let eights = (2 * places).div_ceil(8 * all.max(1)).next_power_of_two().min(8);
+            let lines = STAGES * (DEPTH + 8 * eights);
+            let (to, from) = (y.element(begin * n), x.element(begin * k));
+            let kernel = kernels::few_places(eights, to, from, w, experts.element(begin), places, k, n);
+            let grid = [n.div_ceil(OUTPUTS), all, 1];
+            self.launch(kernel, grid, 128, lines * LINE_BYTES + 4 * MOST_PLACES);
+        }
     }
 
     /// Sets each place of `dx [places, k]` to `dy Wᵀ`.

@@ -500,6 +500,30 @@ const FAULTS: &[(&str, &[Fault])] = &[
                 "sum += load(x, place * k + j) * load(w, (row + j) * n + col);",
                 "{ sum += load(x, place * k + j) * load(w, (row + j) * n + col); store(y, i, sum); sum = load(y, i); }",
             ),
+            fault(
+                "experts",
+                "few places: the matrix of the first expert",
+                "((i64)expert * k + line) * n",
+                "((i64)line) * n",
+            ),
+            fault(
+                "experts",
+                "few places: lines are outputs",
+                "load_matrices<true>(a, tw",
+                "load_matrices<false>(a, tw",
+            ),
+            fault(
+                "experts",
+                "few places: a place takes that of another",
+                "if (i < threadIdx.x) at += counts[i]",
+                "if (i + 1 < threadIdx.x) at += counts[i]",
+            ),
+            fault(
+                "experts",
+                "few places: stages are filled while others read them",
+                "wait_copies<0>();\n        sync_block();\n    }",
+                "wait_copies<0>();\n    }",
+            ),
             fault("experts", "large logits overflow", "top = larger(top, load", "top = 0 * larger(top, load"),
             fault(
                 "experts",
