@@ -50,7 +50,7 @@ TURN = 0.27e-6  # seconds of such a load, so that `before` takes 160 µs
 KERNEL = 7.6e-6  # seconds of a kernel of a layer besides its bytes
 LAUNCH = 1.5e-6  # seconds that a kernel takes longer if the host launches it
 # Seconds between the kernels of a graph, which are part of KERNEL: published for an H100 (hazyresearch.stanford.edu/blog/2025-05-27-no-bubbles).
-# A kernel that starts early does not take them. Nothing else of an early start is credited.
+# A kernel that starts early does not take them.
 GAP = 1.3e-6
 STEP_STREAM = 0.874 * COPY  # bytes/s of the kernels of a step
 ROW = 1.0e-6  # seconds of a layer for each row beyond eight, besides products
@@ -71,6 +71,9 @@ KERNELS = {"before": 10, "now": 8}
 # The own keys run beside the prompt's, so that one of the two takes no time besides its bytes.
 IN_TURN = {"before": 10, "now": 7}
 STARTS_EARLY = {"before": False, "now": True}
+# Weights travel to the second-level cache while kernels without weights run (AHEAD in crates/gpu/src/linear.rs).
+FETCHES_EARLY = {"before": False, "now": True}
+AHEAD = 24 << 20  # bytes
 # Bytes that a weight takes in memory, with the scales of its group.
 BYTES = {"16": 2.0, "8": 1 + 4 / 64, "4": 0.5 + 4 / 64}
 # Bytes of a weight's 64 rows in one stage of a product of few rows.
@@ -192,15 +195,25 @@ def loop_of(when, rows, bits="16", activation=False):
     return loops()[when][f"{kernel}{'' if bits == '16' else f'_of_{bits}_bits'}_{1 if rows <= 8 else 8}"]
 
 
-def few_rows(when, rows, n, k, bits="16", stream=STEP_STREAM, activation=False):
-    """Returns seconds of a product of few rows besides its start: the longer of its bytes and its instructions, and the sum of its parts."""
+def early(when, n, k, bits):
+    """Returns the bytes of a weight that travel to the chip while a kernel without weights runs: to shared memory, three stages of each
+    block, and to the second-level cache."""
+    tiles = -(-n // 64)
+    room = AHEAD + 3 * STAGE[bits] * tiles * parts_of(tiles, k)
+    return min(BYTES[bits] * n * k, room, kernel(when) * STREAM) if FETCHES_EARLY[when] else 0
+
+
+def few_rows(when, rows, n, k, bits="16", stream=STEP_STREAM, activation=False, follows_idle=False):
+    """Returns seconds of a product of few rows besides its start: the longer of its bytes and its instructions, and the sum of its parts.
+    A kernel that leaves the memory idle may come before it."""
     tiles, loop = -(-n // 64), loop_of(when, rows, bits, activation)
     depth = 128 if bits == "4" else 64
     cycles = FEW[1 if rows <= 8 else 8] * loop.cycles() * 4 * tiles * -(-k // depth)
     parts = parts_of(tiles, k)
     rounds = -(-rows * 64 // 512)
     tail = 0 if parts == 1 else rounds * (PART * parts if when == "before" else ROUND)
-    return max(BYTES[bits] * n * k / stream, cycles / PROCESSORS / CLOCK) + tail
+    near = early(when, n, k, bits) if follows_idle else 0
+    return max((BYTES[bits] * n * k - near) / stream + near / CACHED, cycles / PROCESSORS / CLOCK) + tail
 
 
 def kernel(when):
@@ -309,13 +322,14 @@ class Model:
         """Returns seconds of a layer in a decoding step: products, and all else."""
         q, kv, h, inner = self.q, self.kv, self.h, self.inner
         joined = [(q + 2 * kv, h), (h, q), (2 * inner, h), (h, inner)]
-        products = sum(few_rows(when, rows, n, k, bits, activation=n == 2 * inner) for n, k in joined)
+        # Norms come before q|k|v and gate|up, and attention before the projection.
+        products = sum(few_rows(when, rows, n, k, bits, activation=n == 2 * inner, follows_idle=k != inner) for n, k in joined)
         return products, IN_TURN[when] * kernel(when) + ROW * max(0, rows - 8)
 
     def decode(self, when, rows, prompt, tokens, graphs=True, bits="16"):
         """Returns seconds of a decoding step."""
         secs = TOKEN + draw(when) + self.layers * sum(self.layer_step(when, rows, bits))
-        secs += few_rows(when, rows, self.vocab, self.h, bits) + self.cache(rows, prompt, tokens) / STEP_STREAM
+        secs += few_rows(when, rows, self.vocab, self.h, bits, follows_idle=True) + self.cache(rows, prompt, tokens) / STEP_STREAM
         return secs + (0 if graphs else LAUNCH * (KERNELS[when] * self.layers + 10))
 
     def adamw(self, when):
@@ -461,7 +475,8 @@ def page():
             *predictions(),
             "",
             f"A kernel of a decoding step costs {KERNEL * 1e6:.1f} µs besides its bytes. One that starts early costs {GAP * 1e6:.1f} µs less, a published gap, and",
-            "attention's two kernels, side by side, cost one. Early starts have no other credit.",
+            f"attention's two kernels, side by side, cost one. While a norm or attention runs, up to {AHEAD / 1e6:.0f} MB of the next weights travel to the",
+            f"chip, where they are read at {CACHED / 1e12:.1f} TB/s. Early starts have no other credit.",
             "",
             "## A layer of a decoding step",
             "",

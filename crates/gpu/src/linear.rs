@@ -113,6 +113,8 @@ const FEW_ROWS: usize = 64;
 const MOST_FEW_ROWS: usize = 2 * FEW_ROWS;
 const WEIGHT_ROWS: usize = 64;
 const STAGES: usize = 4;
+/// Bytes of a weight that travel to the second-level cache early: less than half of an H100's 50 MB.
+const AHEAD: usize = 24 << 20;
 /// Number of columns by which a sum is divided into parts, the same for weights of 4, 8 and 16 bits.
 const DEPTH: usize = 128;
 /// Number of blocks that is enough to keep a GPU of 132 multiprocessors busy.
@@ -122,19 +124,20 @@ const _: () = assert!(BLOCKS / 2 <= COUNTERS);
 /// Number of weights in one launch.
 const JOINED: usize = 3;
 
-/// The columns of a stage of the kernels for few rows, and the bytes of a weight's row in it.
+/// The columns of a stage of the kernels for few rows, and the bytes of a weight's row in it, without and with padding.
 #[derive(Clone, Copy)]
 struct FewRows {
     depth: usize,
+    bytes: usize,
     line: usize,
 }
 
 impl FewRows {
     fn of(weight: Weight) -> Self {
         match weight {
-            Weight::Dense(_) => Self { depth: 64, line: 144 },
-            Weight::Codes(Codes { bits: QuantBits::Eight, .. }) => Self { depth: 64, line: 96 },
-            Weight::Codes(Codes { bits: QuantBits::Four, .. }) => Self { depth: 128, line: 96 },
+            Weight::Dense(_) => Self { depth: 64, bytes: 128, line: 144 },
+            Weight::Codes(Codes { bits: QuantBits::Eight, .. }) => Self { depth: 64, bytes: 64, line: 96 },
+            Weight::Codes(Codes { bits: QuantBits::Four, .. }) => Self { depth: 128, bytes: 64, line: 96 },
         }
     }
 
@@ -145,6 +148,11 @@ impl FewRows {
             Weight::Dense(_) if limits.blocks(shared) >= 2 => MOST_FEW_ROWS,
             _ => FEW_ROWS,
         }
+    }
+
+    /// Returns the number of stages that each of `blocks` blocks lets travel to the cache early.
+    fn ahead(self, blocks: usize) -> usize {
+        AHEAD / (blocks.max(1) * WEIGHT_ROWS * self.bytes)
     }
 
     /// Returns the number of the kernel for this many rows, and its bytes of shared memory.
@@ -358,7 +366,9 @@ impl Gpu {
             Weight::Codes(Codes { bits: QuantBits::Eight, .. }) => kernels::few_rows_of_8_bits,
             Weight::Codes(Codes { bits: QuantBits::Four, .. }) => kernels::few_rows_of_4_bits,
         };
-        let kernel = kernel(size, y, residual, stride, &partial, counters, x, l0, l1, l2, rows, k, steps);
+        let ahead = few.ahead(tiles * parts);
+        let kernel =
+            kernel(size, y, residual, stride, &partial, counters, x, l0, l1, l2, rows, k, steps, ahead);
         self.launch(kernel, [tiles, parts, 1], 128, shared);
     }
 
@@ -388,7 +398,8 @@ impl Gpu {
             let [size, shared] = few.sizes(rows);
             let [gate, up, _] = Self::layers(&layers, &[]);
             let (to, x) = (y.element(begin * n), x.element(begin * k));
-            let kernel = kernel(size, to, n, x, gate, up, rows, k, pieces * DEPTH / few.depth);
+            let (steps, ahead) = (pieces * DEPTH / few.depth, few.ahead(tiles));
+            let kernel = kernel(size, to, n, x, gate, up, rows, k, steps, ahead);
             self.launch(kernel, [n.div_ceil(WEIGHT_ROWS / 2), 1, 1], 128, shared);
         }
         y

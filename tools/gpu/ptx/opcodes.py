@@ -145,6 +145,7 @@ ROWS = [
     action("cp.async.cg.shared.global", "[to] [from] 16 u32 n", "copy({to}, {from}, {n})", "9.7.9.25.3.1"),
     action("cp.async.commit_group", "", "commit()", "9.7.9.25.3.2"),
     action("cp.async.wait_group", "#n", "wait({n})", "9.7.9.25.3.3"),
+    action("cp.async.bulk.prefetch.L2.global", "[from] u32 bytes", "fetch_ahead({from}, {bytes})", "9.7.9.25.4.3"),
     action("atom.shared.add.u32", "to [at] u32 by", "added<u32>({at}, {by}, {to})", "9.7.13.5"),
     action("atom.shared.add.u64", "to [at] u64 by", "added<u64>({at}, {by}, {to})", "9.7.13.5"),
     # The previous value is returned. A counter that has reached its end becomes 0.

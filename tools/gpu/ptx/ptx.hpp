@@ -127,6 +127,11 @@ inline void copy(const Address& to, const Address& from, u32 bytes) {
     copying(target, 16);
     copy_async(target, source, source);
 }
+inline void fetch_ahead(const Address& from, u32 bytes) {
+    if ((from.at | bytes) % 16) refuse(from, "prefetch of %u bytes: address and bytes must be multiples of 16", bytes);
+    for (u32 i = 0; i < bytes; i += 16) check(global, place<global>(from) + i, 16, reads, from);
+    prefetch(place<global>(from), bytes);
+}
 inline void commit() { committed(); emu::commit_copies(); }
 inline void wait(unsigned newest) { waited(newest); emu::wait_copies(newest); }
 inline void starts_next() { started_next(); }

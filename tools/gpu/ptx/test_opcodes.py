@@ -317,6 +317,7 @@ ACTIONS = {
         and.b32 %r5, %r1, 1;
         xor.b32 %r5, %r5, 1;
         shl.b32 %r5, %r5, 4;
+        cp.async.bulk.prefetch.L2.global [%rd4],16;
         cp.async.cg.shared.global [%r4],[%rd4],16,%r5;
         cp.async.commit_group;
         cp.async.wait_group 0;
