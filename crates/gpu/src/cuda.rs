@@ -4,8 +4,7 @@ use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 use std::ffi::{CString, c_void};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use cudarc::driver::{result, sys};
@@ -13,6 +12,7 @@ use cudarc::driver::{result, sys};
 use crate::blas::Blas;
 use crate::driver::{Driver, Finding, LOGITS, Limits, Queue};
 use crate::error::{Error, Result};
+use crate::images::Images;
 use crate::launchers::{Args, Launch};
 use crate::libraries::OLDEST;
 use crate::nvml;
@@ -41,11 +41,8 @@ pub(crate) struct Cuda {
     copies: sys::CUstream,
     /// Default pool of the device.
     pool: sys::CUmemoryPool,
-    nvrtc: Nvrtc,
-    /// Architecture for which the kernels are compiled.
-    arch: String,
-    cache: PathBuf,
-    /// Functions by `file/name`. A file is compiled when one of its kernels is first launched.
+    images: Arc<Images>,
+    /// Functions by `file/name`. A file is compiled when one of its kernels is first launched, unless it was compiled ahead.
     functions: Mutex<HashMap<&'static str, Function>>,
     modules: Mutex<HashMap<&'static str, sys::CUmodule>>,
     blas: Blas,
@@ -234,9 +231,7 @@ impl Cuda {
                 stream,
                 copies,
                 pool,
-                nvrtc,
-                arch,
-                cache: cache.into(),
+                images: Arc::new(Images::new(nvrtc, arch, cache)),
                 functions: Mutex::default(),
                 modules: Mutex::default(),
                 blas: Blas::new(workspace, given, survey.supports)?,
@@ -328,11 +323,9 @@ impl Cuda {
         let module = match modules.get(file) {
             Some(&module) => module,
             None => {
-                let (_, text) = FILES
-                    .iter()
-                    .find(|(known, _)| *known == file)
+                let at = (FILES.iter().position(|(known, _)| *known == file))
                     .ok_or_else(|| missing("the file of kernels does not exist".into()))?;
-                let image = self.nvrtc.compile_cached(file, text, &self.arch, &self.cache, None)?;
+                let image = self.images.of(at, None)?;
                 // SAFETY: a cubin states its own size, and PTX ends with a zero byte.
                 let module = unsafe { result::module::load_data(image.as_ptr().cast()) }
                     .map_err(|error| missing(error.to_string()))?;
@@ -373,7 +366,7 @@ impl Driver for Cuda {
 
     fn health(&self) -> Vec<Finding> {
         let health = nvml::health(&self.bus).into_iter().map(|(name, result)| Finding::new(name, result));
-        std::iter::once(Finding::new("kernels for", Ok(self.arch.clone()))).chain(health).collect()
+        std::iter::once(Finding::new("kernels for", Ok(self.images.arch.clone()))).chain(health).collect()
     }
 
     fn synchronize(&self) -> Result<()> {
@@ -585,33 +578,11 @@ impl Driver for Cuda {
     }
 
     fn compile_all(&self, until: Instant) -> Vec<Result<()>> {
-        let next = AtomicUsize::new(0);
-        let results = FILES.iter().map(|_| OnceLock::new()).collect::<Vec<_>>();
-        let take = || {
-            let at = next.fetch_add(1, Ordering::Relaxed);
-            Some((at, FILES.get(at)?))
-        };
-        let work = || {
-            while let Some((at, (file, text))) = take() {
-                let image = self.nvrtc.compile_cached(file, text, &self.arch, &self.cache, Some(until));
-                let _ = results[at].set(image.map(drop));
-            }
-        };
-        std::thread::scope(|scope| {
-            let cores = std::thread::available_parallelism().map_or(1, usize::from);
-            let threads: Vec<_> = (0..cores.min(FILES.len())).map(|_| scope.spawn(work)).collect();
-            // A thread that ended early has left its file without a result.
-            threads.into_iter().for_each(|thread| drop(thread.join()));
-        });
-        let lost = |file: &str| {
-            let what = "the compiler's thread ended early".into();
-            Err(Error::Launch { kernel: file.into(), what })
-        };
-        results
-            .into_iter()
-            .zip(FILES)
-            .map(|(it, (file, _))| it.into_inner().unwrap_or_else(|| lost(file)))
-            .collect()
+        self.images.all(until)
+    }
+
+    fn begin_to_compile(&self) {
+        self.images.begin();
     }
 }
 

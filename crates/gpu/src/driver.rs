@@ -171,6 +171,9 @@ pub(crate) trait Driver: Send + Sync {
         vec![Ok(()); FILES.len()]
     }
 
+    /// Begins to compile all kernels on other threads.
+    fn begin_to_compile(&self) {}
+
     /// Returns what the driver knows of the health of the device.
     fn health(&self) -> Vec<Finding> {
         Vec::new()

@@ -23,6 +23,7 @@ mod error;
 mod experts;
 mod graph;
 mod head;
+mod images;
 pub mod launchers;
 mod libraries;
 mod linear;

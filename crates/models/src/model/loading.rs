@@ -99,6 +99,7 @@ impl Model {
             let network = architecture.network(&mut source)?;
             return Ok(new(network, source.params, HashSet::new()));
         }
+        device.begin_to_compile();
         if let Some(seed) = random {
             let std = architecture.initializer_range();
             let params = Vec::new();
