@@ -13,6 +13,7 @@ use crate::graph::{Blocks, Scope};
 use crate::launchers::{Arg, Args, Element, Kernel, Launch};
 use crate::nvml::Monitor;
 use crate::product::Product;
+use crate::transfers::{Ring, copy_bytes};
 
 /// The storage type of numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,10 +50,12 @@ struct Inner {
     limits: Mutex<Limits>,
     /// Address of [`COUNTERS`] counters of blocks, allocated at first use.
     counters: OnceLock<u64>,
+    ring: Ring,
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        self.ring.free(&*self.driver);
         // No user of the device is left, so a failure is not reported.
         if let Some(&at) = self.counters.get() {
             let _ = self.driver.free(at, 4 * COUNTERS);
@@ -105,6 +108,7 @@ impl Gpu {
             door: RwLock::default(),
             scope: Mutex::default(),
             counters: OnceLock::new(),
+            ring: Ring::default(),
         }))
     }
 
@@ -129,6 +133,10 @@ impl Gpu {
 
     pub(crate) fn driver(&self) -> &dyn Driver {
         &*self.0.driver
+    }
+
+    pub(crate) fn ring(&self) -> &Ring {
+        &self.0.ring
     }
 
     pub(crate) fn door(&self) -> &RwLock<()> {
@@ -188,6 +196,11 @@ impl Gpu {
             units @ 0..=8 => units.next_power_of_two() * unit,
             units => units.next_multiple_of(8) * unit,
         }
+    }
+
+    /// Begins to compile all kernels on other threads, so that first launches wait for less. Does nothing when it is called again.
+    pub fn begin_to_compile(&self) {
+        self.driver().begin_to_compile();
     }
 
     /// Waits for queued work, and returns the first failure of this device.
@@ -321,6 +334,10 @@ impl Gpu {
             || self.refuses(|| format!("uploads {count} bytes from the host"))
         {
             return;
+        }
+        // The driver copies many bytes from memory that is not pinned at a fraction of the rate.
+        if count > self.driver().buffer() / 16 {
+            return self.write_pieces(at, count, 1, |range, to| copy_bytes(to, &bytes[range]));
         }
         let _entered = self.enter();
         self.note(self.driver().write(at, bytes));

@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use crate::device::{Array, Gpu};
-use crate::driver::Queue;
+use crate::driver::{Driver, Queue};
 
 /// Number of pinned buffers for each direction.
 const BUFFERS: usize = 2;
@@ -47,12 +47,12 @@ pub fn copy_bytes(to: &mut [u8], from: &[u8]) {
     }
 }
 
-/// Main memory from which a device copies without the help of the CPU.
+/// Main memory to which a device copies without the help of the CPU.
 struct Pinned {
     gpu: Gpu,
     at: *mut u8,
     len: usize,
-    /// Completion of the last copy from or to this memory.
+    /// Completion of the last copy to this memory.
     copied: Option<Mark>,
 }
 
@@ -81,14 +81,6 @@ impl Pinned {
         let to = self.bytes(len);
         let (to, len) = (to.as_mut_ptr(), to.len());
         self.gpu.start_read(from, to, len);
-        self.copied = self.gpu.mark(Queue::Copies);
-    }
-
-    /// Starts a copy of the first `len` bytes to device memory.
-    fn start_write(&mut self, to: u64, len: usize) {
-        let from = self.bytes(len);
-        let (from, len) = (from.as_ptr(), from.len());
-        self.gpu.start_write(to, from, len);
         self.copied = self.gpu.mark(Queue::Copies);
     }
 }
@@ -123,9 +115,95 @@ impl Drop for Mark {
     }
 }
 
-impl Transfers {
-    /// Maximum size of the pinned buffers for both directions, in bytes of main memory.
-    pub const PINNED_BYTES: usize = 2 * BUFFERS * PIECE;
+impl Gpu {
+    /// Size of the pinned buffers for uploads, in bytes of main memory, and maximum size with those for downloads.
+    pub const PINNED_BYTES: [usize; 2] = [BUFFERS * PIECE, 2 * BUFFERS * PIECE];
+}
+
+/// Pinned buffers for uploads, the one that was used last at the end. They are allocated at the first use.
+#[derive(Default)]
+pub(crate) struct Ring(Mutex<VecDeque<Slot>>);
+
+/// A pinned buffer. It has no handle to its device, which owns it.
+struct Slot {
+    at: *mut u8,
+    /// Event at the end of the last copy from this memory.
+    copied: Option<u64>,
+}
+
+// SAFETY: the memory belongs to this value alone, apart from a copy of the device, for which users wait.
+unsafe impl Send for Slot {}
+
+impl Slot {
+    /// Waits for the last copy.
+    fn settle(&mut self, driver: &dyn Driver) -> crate::Result<()> {
+        match self.copied.take() {
+            Some(event) => driver.wait_for(event).and(driver.forget_mark(event)),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Ring {
+    /// Frees the buffers at the end of their device. After a failure, a copy may still use them, and they remain allocated.
+    pub(crate) fn free(&mut self, driver: &dyn Driver) {
+        for mut slot in std::mem::take(self.0.get_mut().unwrap_or_else(PoisonError::into_inner)) {
+            // Nobody is left to whom a failure could be reported.
+            let _ = slot.settle(driver).and_then(|()| driver.unpin(slot.at, driver.buffer()));
+        }
+    }
+}
+
+impl Gpu {
+    /// Replaces `bytes` bytes of device memory from `to` on, after all work that is already queued and before all work that
+    /// follows. `make` writes some of them, whole `unit`s of bytes. It is called for consecutive ranges, while the previous one is
+    /// copied.
+    pub(crate) fn write_pieces(
+        &self,
+        to: u64,
+        bytes: usize,
+        unit: usize,
+        mut make: impl FnMut(Range<usize>, &mut [u8]),
+    ) {
+        // Before the lock: a thread with exclusive use of the device may upload, too.
+        let _entered = self.enter();
+        let (driver, mut ring) = (self.driver(), lock(&self.ring().0));
+        let after = |later: Queue, earlier: Queue| {
+            let event = driver.mark(earlier)?;
+            driver.follow(later, event).and(driver.forget_mark(event))
+        };
+        if !self.failed() {
+            self.note(after(Queue::Copies, Queue::Main));
+        }
+        let step = driver.buffer() / unit * unit;
+        for first in (0..bytes).step_by(step) {
+            let range = first..(first + step).min(bytes);
+            let (at, len) = (to + first as u64, range.len());
+            let slot = match ring.len() {
+                _ if self.failed() => None,
+                // Without pinned memory, the driver copies from other memory.
+                ..BUFFERS => driver.pin(driver.buffer()).ok().map(|at| Slot { at, copied: None }),
+                _ => ring.pop_front(),
+            };
+            let Some(mut slot) = slot else {
+                let mut own = vec![0; len];
+                make(range, &mut own);
+                if !self.failed() {
+                    self.note(driver.write(at, &own));
+                }
+                continue;
+            };
+            self.note(slot.settle(driver));
+            // SAFETY: the buffer has at least as many bytes, and no copy is in progress.
+            make(range, unsafe { std::slice::from_raw_parts_mut(slot.at, len) });
+            let copied = driver.start_write(at, slot.at, len).and_then(|()| driver.mark(Queue::Copies));
+            slot.copied = self.note(copied);
+            ring.push_back(slot);
+        }
+        if !self.failed() {
+            self.note(after(Queue::Main, Queue::Copies));
+        }
+    }
 }
 
 impl Gpu {
@@ -162,14 +240,6 @@ impl Gpu {
         }
         let _entered = self.enter();
         self.note(self.driver().start_read(from, to, bytes));
-    }
-
-    fn start_write(&self, to: u64, from: *const u8, bytes: usize) {
-        if self.failed() {
-            return;
-        }
-        let _entered = self.enter();
-        self.note(self.driver().start_write(to, from, bytes));
     }
 }
 
@@ -287,7 +357,6 @@ pub struct Transfers {
     orders: Option<Sender<Order>>,
     worker: Option<JoinHandle<()>>,
     waiting: Waiting,
-    uploads: Mutex<VecDeque<Pinned>>,
 }
 
 /// Values on their way to main memory.
@@ -320,7 +389,7 @@ impl Transfers {
         };
         let thread = std::thread::Builder::new().name("downloads".into());
         let worker = thread.spawn(move || worker.run(&received)).ok();
-        Self { gpu: gpu.clone(), orders: Some(orders), worker, waiting, uploads: Mutex::default() }
+        Self { gpu: gpu.clone(), orders: Some(orders), worker, waiting }
     }
 
     /// Starts to copy an f32 array to main memory, after all work that is already queued. The array is dropped when its values
@@ -350,26 +419,12 @@ impl Transfers {
         elements: Range<usize>,
         mut make: impl FnMut(Range<usize>, &mut [u8]),
     ) {
-        let (gpu, size) = (&self.gpu, array.dtype().size());
-        gpu.follow(Queue::Copies, gpu.mark(Queue::Main).as_ref());
-        let mut buffers = lock(&self.uploads);
-        let step = gpu.driver().buffer() / size;
-        let end = elements.end.min(array.len());
-        for first in (elements.start..end).step_by(step) {
-            let range = first..(first + step).min(end);
-            let bytes = range.len() * size;
-            let buffer = if buffers.len() < BUFFERS { Pinned::new(gpu) } else { buffers.pop_front() };
-            match buffer {
-                Some(mut buffer) => {
-                    make(range, buffer.bytes(bytes));
-                    buffer.start_write(array.place(first), bytes);
-                    buffers.push_back(buffer);
-                }
-                // The device has failed, and its next check reports that.
-                None => make(range, &mut vec![0; bytes]),
-            }
-        }
-        gpu.follow(Queue::Main, gpu.mark(Queue::Copies).as_ref());
+        let size = array.dtype().size();
+        let (first, end) = (elements.start, elements.end.min(array.len()));
+        let bytes = end.saturating_sub(first) * size;
+        self.gpu.write_pieces(array.place(first), bytes, size, |range, to| {
+            make(first + range.start / size..first + range.end / size, to);
+        });
     }
 }
 

@@ -78,12 +78,12 @@ pub fn of_parts<'a>(rows: usize, width: usize, row: impl Fn(usize) -> &'a [f32] 
     of_rows(rows, width, rows * width, |at, to| to.copy_from_slice(row(at)))
 }
 
-/// Copies a buffer.
+/// Copies a buffer of numbers that f32 represents exactly.
 #[must_use]
-pub fn copy(from: &[f32]) -> Vec<f32> {
+pub fn copy<T: Copy + Into<f32> + Sync>(from: &[T]) -> Vec<f32> {
     build(from.len(), |start, part| {
         for (to, &from) in part.iter_mut().zip(&from[start..]) {
-            to.write(from);
+            to.write(from.into());
         }
     })
 }

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::error::{Error, Result};
+use crate::outline;
 use crate::rows::Rows;
 
 /// Device that stores arrays and computes with them.
@@ -39,6 +40,13 @@ impl Device {
         None
     }
 
+    /// Begins to compile the kernels of a GPU on other threads, so that its first operations wait for less.
+    pub fn begin_to_compile(self) {
+        if let Self::Gpu(card) = self {
+            card.gpu().begin_to_compile();
+        }
+    }
+
     /// Waits for the queued work of this device and returns the first failure, such as insufficient memory. An operation on a GPU
     /// is only queued, so it does not report a failure. After a failure, all results are NaN.
     pub fn finish(self) -> Result<()> {
@@ -53,6 +61,7 @@ impl Device {
     pub fn logit_rows(self) -> usize {
         match self {
             Self::Gpu(_) => 128,
+            Self::Outline if outline::is_on_card() => 128,
             _ => 16,
         }
     }

@@ -41,8 +41,8 @@ pub struct Card {
 impl Card {
     /// Bytes of memory that an open GPU needs besides the data of a run.
     pub const OWN_BYTES: usize = Gpu::OWN_BYTES;
-    /// Maximum size of the buffers in main memory through which gradients and weights are copied, in bytes.
-    pub const PINNED_BYTES: usize = Transfers::PINNED_BYTES;
+    /// Size of the buffers in main memory through which weights travel to a GPU, in bytes, and size with those for gradients.
+    pub const PINNED_BYTES: [usize; 2] = Gpu::PINNED_BYTES;
 
     /// Opens a GPU. `libraries` are folders that are searched for CUDA's libraries before the system loader's paths. `cache` is a
     /// folder for compiled kernels.

@@ -1275,10 +1275,15 @@ fn the_state_moves(n: usize, master: bool, few: bool) {
         eight_bits: few,
         offload,
     };
-    let run = |devices: &[(Device, bool)]| {
+    let from = |devices: &[(Device, bool)], reserved: bool| {
         let param = bf16_param("w", &[n], 1);
         param.keep_grad_in_bf16(few);
         let mut moments = Moments::default();
+        if reserved {
+            param.reserve_grad();
+            moments = Moments::in_memory(&param, 0..n, master, few).unwrap();
+            assert!(moments.host_bytes() >= if few { 2 } else { 8 } * n + if master { 4 * n } else { 0 });
+        }
         for (t, &(device, offload)) in devices.iter().enumerate() {
             param.reach(device);
             let gradient = Rows::upload(device, noise(n, 20 + t as u32), 1, n).unwrap();
@@ -1302,11 +1307,13 @@ fn the_state_moves(n: usize, master: bool, few: bool) {
         }
         (weight, moments.m().into_owned(), moments.v().into_owned(), own)
     };
+    let run = |devices: &[(Device, bool)]| from(devices, false);
     let [card, other] = [(); 2].map(|()| card());
     let cpu = run(&[(Device::Cpu, false); 4]);
     assert_eq!(run(&[(Device::Cpu, true); 4]), cpu);
     assert_eq!(run(&[(card, false); 4]), cpu);
     assert_eq!(run(&[(card, true); 4]), cpu);
+    assert_eq!(from(&[(card, true); 4], true), cpu, "a state that was reserved");
     assert_eq!(run(&[(card, true), (card, false), (other, false), (other, true)]), cpu);
     assert_eq!(run(&[(card, false), (Device::Cpu, false), (card, true), (Device::Cpu, true)]), cpu);
 }

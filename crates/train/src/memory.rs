@@ -393,10 +393,12 @@ fn teacher_bytes(model: &Model, plan: &MemoryPlan) -> u64 {
 fn beside_card(model: &Model, plan: &MemoryPlan) -> Memory {
     let mut out =
         Memory { media: moving_media(plan), teacher: teacher_bytes(model, plan), ..lasting(model, plan) };
+    let [uploads, both] = Card::PINNED_BYTES;
+    out.pinned = uploads as u64;
     if is_offloaded(plan) {
         let trained = model.params().iter().filter(|param| param.trainable());
         out.gradients = trained.map(|param| 4 * param.len() as u64).sum();
-        out.pinned = Card::PINNED_BYTES as u64;
+        out.pinned = both as u64;
     }
     out
 }

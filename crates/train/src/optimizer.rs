@@ -22,6 +22,7 @@ use std::sync::Arc;
 
 use omnigrpo_kernels::moments::BLOCK;
 use omnigrpo_models::{Decoder, Model};
+use omnigrpo_observe::Console;
 pub use omnigrpo_ops::Moments;
 use omnigrpo_ops::{Device, LEAST_CODED, Numbers, Param, ParamDtype, Part, Squares, Step};
 
@@ -162,7 +163,7 @@ pub struct AdamW {
     exchange: Exchange,
     /// Folder of the files with the state, if it is in files.
     folder: Option<Arc<Path>>,
-    /// Files for the state of weights that were never updated.
+    /// State of weights that were never updated: files, or main memory.
     reserved: HashMap<String, Moments>,
 }
 
@@ -199,18 +200,32 @@ impl AdamW {
         self
     }
 
-    /// Reserves the files of all weights that have none, so that a disk without room is an error before the first step.
+    /// Reserves the state of all weights that have none: files, so that a disk without room is an error before the first step, or
+    /// main memory beside a card. All threads touch that memory, since the system gives it page by page, and one thread alone would
+    /// need seconds for each 10 GB of the first step.
     ///
     /// # Errors
     /// Returns an error if a file cannot be created.
-    pub(crate) fn reserve(&mut self) -> Result<()> {
-        let Some(folder) = &self.folder else { return Ok(()) };
+    pub(crate) fn reserve(&mut self, device: Device, console: &Console) -> Result<()> {
+        let in_memory = self.config.offload == Offload::Cpu && matches!(device, Device::Gpu(_));
+        if self.folder.is_none() && !in_memory {
+            return Ok(());
+        }
+        let mut bar = console.progress("reserving room for the optimizer", self.params.len() as u64);
         for (weight, (param, ..)) in self.params.iter().enumerate() {
-            let (name, len) = (param.name(), self.exchange.own_part(weight).len());
-            if len > 0 && !self.state.contains_key(name) {
-                let own = Moments::reserved(folder, len, self.has_master(param))?;
+            let (name, range) = (param.name(), self.exchange.own_part(weight));
+            if !range.is_empty() && !self.state.contains_key(name) {
+                let master = self.has_master(param);
+                let own = match &self.folder {
+                    Some(folder) => Moments::reserved(folder, range.len(), master)?,
+                    None => Moments::in_memory(param, range, master, self.config.codes(param.len()))?,
+                };
                 self.reserved.insert(name.to_owned(), own);
             }
+            if in_memory && !self.exchange.is_cut() {
+                param.reserve_grad();
+            }
+            bar.advance(1);
         }
         Ok(())
     }
@@ -364,7 +379,7 @@ impl AdamW {
 
     /// Returns the bytes of the state in main memory.
     pub fn host_bytes(&self) -> usize {
-        self.state.values().map(Moments::host_bytes).sum()
+        self.state.values().chain(self.reserved.values()).map(Moments::host_bytes).sum()
     }
 
     /// Returns the arrays of the state of a weight.

@@ -113,7 +113,7 @@ impl Search<'_> {
                     Start::From(Box::new(Resumed { path, state, changed }))
                 }
             };
-            self.optimizer.reserve()?;
+            self.optimizer.reserve(self.model.device(), self.console)?;
             if let (Start::From(resumed), Some(reference)) = (&start, self.reference) {
                 checkpoint::load_reference(&resumed.path, reference)?;
             }

@@ -12,6 +12,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
+use omnigrpo_kernels::buffer;
 use omnigrpo_kernels::moments::{Codes, Form};
 use omnigrpo_kernels::optim::{self, AdamW, Rounding, Updated, adamw};
 
@@ -170,6 +171,16 @@ impl Moments {
         Ok(Self { host, folder: Some(Arc::clone(folder)), ..Self::default() })
     }
 
+    /// Allocates and touches main memory for the state of the values `range` that were never updated, with moments in 8 bits if `coded`.
+    ///
+    /// # Errors
+    /// Returns an error as an update does.
+    pub fn in_memory(param: &Param, range: Range<usize>, with_master: bool, coded: bool) -> Result<Self> {
+        let mut own = Self::default();
+        own.on_host(param, range, with_master, coded)?;
+        Ok(own)
+    }
+
     /// Stores arrays where the CPU updates them.
     fn store(&mut self, numbers: Numbers) -> Result<()> {
         self.host = match &self.folder {
@@ -252,8 +263,11 @@ impl Moments {
         };
         Ok(match &mut self.host {
             OnHost::Memory(Numbers { m, v, master }) => {
-                m.resize(range.len(), 0.0);
-                v.resize(range.len(), 0.0);
+                for moment in [&mut *m, &mut *v] {
+                    if moment.len() != range.len() {
+                        *moment = buffer::zeros(range.len());
+                    }
+                }
                 begin(master);
                 HostState { moments: HostMoments::F32([m, v]), master }
             }

@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 use half::bf16;
 use memmap2::Mmap;
 use omnigrpo_kernels::quant::QuantMatrix;
-use omnigrpo_kernels::{Arithmetic, Stored, Weight};
+use omnigrpo_kernels::{Arithmetic, Stored, Weight, buffer};
 
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -384,8 +384,8 @@ impl Param {
     pub(crate) fn f32_of(&self, range: Range<usize>) -> Vec<f32> {
         let range = back(range, self.first());
         match self.read().stored() {
-            Stored::F32(data) => data[range].to_vec(),
-            Stored::Bf16(data) => data[range].iter().map(|x| x.to_f32()).collect(),
+            Stored::F32(data) => buffer::copy(&data[range]),
+            Stored::Bf16(data) => buffer::copy(&data[range]),
             Stored::Quantised(_) => Vec::new(),
         }
     }

@@ -3,6 +3,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use omnigrpo_kernels::buffer;
+
 use crate::adapter::Adapter;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -198,6 +200,11 @@ impl Param {
     pub(crate) fn take_sent(&self) -> Option<Option<Vec<f32>>> {
         let sent = self.travel().sent.take();
         sent.map(|sent| sent.wait(self.len()))
+    }
+
+    /// Allocates and touches main memory for the gradients that are sent from a GPU.
+    pub fn reserve_grad(&self) {
+        self.recycle(buffer::zeros(self.len()));
     }
 
     /// Keeps memory for the next gradient that is sent.
