@@ -193,11 +193,12 @@ fn linear_cases(all: &mut Vec<Case>) {
             }));
         }
     }
-    // All layers of a decoder in turn, so that weights come from memory as they do in decoding: a small one, and two layers of
-    // 3B parameters.
+    // All layers of a decoder in turn, so that weights come from memory as they do in decoding: two small ones, and two layers
+    // of 3B parameters.
     let small = [(768, 512), (512, 512), (2816, 512), (512, 1408)];
     let large = [(2560, 2048), (2048, 2048), (22016, 2048), (2048, 11008)];
-    for (sizes, count, name) in [(small, 8, ""), (large, 2, " of 3B")] {
+    let smollm = [(960, 576), (576, 576), (3072, 576), (576, 1536)];
+    for (sizes, count, name) in [(small, 8, ""), (smollm, 30, " of SmolLM2-135M"), (large, 2, " of 3B")] {
         let per: usize = sizes.iter().map(|(n, k)| n * k).sum();
         let dtypes = [("f32", 32.0), ("bf16", 16.0), ("8 bits", 8.5), ("4 bits", 4.5)];
         for ((dtype, bits), m) in dtypes.into_iter().flat_map(|dtype| [1, 8, 16, 32].map(|m| (dtype, m))) {
