@@ -200,7 +200,7 @@ def early(when, n, k, bits):
     block, and to the second-level cache."""
     tiles = -(-n // 64)
     room = AHEAD + 3 * STAGE[bits] * tiles * parts_of(tiles, k)
-    return min(BYTES[bits] * n * k, room, kernel(when) * STREAM) if FETCHES_EARLY[when] else 0
+    return min(BYTES[bits] * n * k, room, kernel(when) * STEP_STREAM) if FETCHES_EARLY[when] else 0
 
 
 def few_rows(when, rows, n, k, bits="16", stream=STEP_STREAM, activation=False, follows_idle=False):
@@ -475,8 +475,8 @@ def page():
             *predictions(),
             "",
             f"A kernel of a decoding step costs {KERNEL * 1e6:.1f} µs besides its bytes. One that starts early costs {GAP * 1e6:.1f} µs less, a published gap, and",
-            f"attention's two kernels, side by side, cost one. While a norm or attention runs, up to {AHEAD / 1e6:.0f} MB of the next weights travel to the",
-            f"chip, where they are read at {CACHED / 1e12:.1f} TB/s. Early starts have no other credit.",
+            f"attention's two kernels, side by side, cost one. While a norm or attention runs, up to {kernel('now') * STEP_STREAM / 1e6:.0f} MB of the next weights travel to the",
+            f"chip, where they are read at {CACHED / 1e12:.1f} TB/s, if all of that time overlaps. Early starts have no other credit.",
             "",
             "## A layer of a decoding step",
             "",

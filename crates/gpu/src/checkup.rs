@@ -188,12 +188,18 @@ impl Gpu {
     }
 
     fn experts_check(&self) -> Compared {
-        let (k, n, offsets, experts) = (19, 7, [0, 2, 2, 5], [0u32, 0, 2, 2, 2]);
-        let (x, w) = (noise(5 * k, 1), noise(3 * k * n, 2));
+        self.experts_of(Dtype::F32, [19, 7])?;
+        // On tensor cores.
+        self.experts_of(Dtype::Bf16, [72, 64])
+    }
+
+    fn experts_of(&self, dtype: Dtype, [k, n]: [usize; 2]) -> Compared {
+        let (offsets, experts) = ([0, 2, 2, 5], [0u32, 0, 2, 2, 2]);
+        let [x, w] =
+            [(5 * k, 1), (3 * k * n, 2)].map(|(len, seed)| self.cast(&self.upload(&noise(len, seed)), dtype));
         let mut y = self.alloc(5 * n, Dtype::F32);
-        let places = self.upload_words(&experts);
-        self.experts_rows(&mut y, &self.upload(&x), Weight::Dense(&self.upload(&w)), &places, [k, n]);
-        let (x, w) = (wide(&x), wide(&w));
+        self.experts_rows(&mut y, &x, Weight::Dense(&w), &self.upload_words(&experts), [k, n]);
+        let (x, w) = (wide(&x.to_vec()), wide(&w.to_vec()));
         let want = twin::experts_forward(Mat::new(&x, 5, k), Mat::new(&w, 3 * k, n), Groups(&offsets));
         near(&y.to_vec(), &want, 2e-6)
     }

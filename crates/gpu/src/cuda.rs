@@ -211,6 +211,7 @@ impl Cuda {
                 multiprocessors: number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
                 block: number(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
                 all: number(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)?,
+                cache: number(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
             };
             let make = || result::stream::create(result::stream::StreamKind::NonBlocking);
             let [stream, copies] = [make(), make()].map(|stream| stream.map_err(said("cuStreamCreate")));

@@ -44,7 +44,8 @@ pub struct Gpu(Arc<Inner>);
 struct Inner {
     driver: Box<dyn Driver>,
     failure: Mutex<Option<Error>>,
-    /// Lock that gives a thread exclusive use of the device. All other threads acquire it in shared mode for each driver call.
+    /// Lock that gives a thread exclusive use of the device. All other threads acquire it in shared mode for each driver call, or for
+    /// an upload.
     door: RwLock<()>,
     scope: Mutex<Option<Scope>>,
     limits: Mutex<Limits>,
@@ -55,7 +56,8 @@ struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        self.ring.free(&*self.driver);
+        let has_failed = self.failure.get_mut().unwrap_or_else(PoisonError::into_inner).is_some();
+        self.ring.free(&*self.driver, has_failed);
         // No user of the device is left, so a failure is not reported.
         if let Some(&at) = self.counters.get() {
             let _ = self.driver.free(at, 4 * COUNTERS);
@@ -147,7 +149,7 @@ impl Gpu {
         self.0.scope.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until no other thread has exclusive use of the device. The caller keeps the guard only during one driver call.
+    /// Waits until no other thread has exclusive use of the device. The caller keeps the guard only during one driver call or upload.
     pub(crate) fn enter(&self) -> Option<RwLockReadGuard<'_, ()>> {
         let own = self.scope().as_ref().is_some_and(|scope| scope.thread == std::thread::current().id());
         (!own).then(|| self.0.door.read().unwrap_or_else(PoisonError::into_inner))
@@ -172,7 +174,8 @@ impl Gpu {
     /// this one. A GPU refuses a block with more than it has.
     #[cfg(feature = "emulator")]
     pub fn choose_as_on(&self, card: Option<[usize; 3]>) {
-        let limits = card.map(|[multiprocessors, block, all]| Limits { multiprocessors, block, all });
+        let cache = self.driver().limits().cache;
+        let limits = card.map(|[multiprocessors, block, all]| Limits { multiprocessors, block, all, cache });
         *self.0.limits.lock().unwrap_or_else(PoisonError::into_inner) =
             limits.unwrap_or_else(|| self.driver().limits());
     }

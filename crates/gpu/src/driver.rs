@@ -29,6 +29,8 @@ pub(crate) struct Limits {
     pub block: usize,
     /// Bytes of shared memory of a multiprocessor.
     pub all: usize,
+    /// Bytes of the second-level cache.
+    pub cache: usize,
 }
 
 impl Limits {

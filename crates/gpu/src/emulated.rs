@@ -301,7 +301,7 @@ impl Driver for Emulated {
     // The multiprocessors of an H100, with the least shared memory of the GPUs that are supported (compute capability 8.6, 8.9 and
     // 12.0).
     fn limits(&self) -> Limits {
-        Limits { multiprocessors: 132, block: 99 << 10, all: 100 << 10 }
+        Limits { multiprocessors: 132, block: 99 << 10, all: 100 << 10, cache: 50 << 20 }
     }
 
     // Pieces are so small that arrays of tests have several, and every row of a batch takes time.

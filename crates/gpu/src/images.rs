@@ -2,13 +2,13 @@
 
 use std::cmp::Reverse;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Once, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
 use crate::error::{Error, Result};
-use crate::nvrtc::Nvrtc;
+use crate::nvrtc::{ENDS, Nvrtc};
 use crate::sources::FILES;
 
 /// The code of all files for one architecture. A file is compiled once, by the thread that needs it first.
@@ -26,7 +26,7 @@ impl Images {
         Self { nvrtc, arch, cache: cache.into(), files, ahead: Once::new() }
     }
 
-    /// Returns the code of a file. Waits if another thread compiles it.
+    /// Returns the code of a file. Waits if another thread compiles it, then also beyond `until`.
     ///
     /// # Errors
     /// Returns an error if the file does not compile, or not until `until`.
@@ -85,8 +85,11 @@ impl Images {
                     }
                 };
                 // Without threads, launches compile.
-                if let Ok(thread) = std::thread::Builder::new().name("kernels".into()).spawn(work) {
-                    AHEAD.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
+                let mut ahead = AHEAD.lock().unwrap_or_else(PoisonError::into_inner);
+                if !ENDS.load(Ordering::Acquire)
+                    && let Ok(thread) = std::thread::Builder::new().name("kernels".into()).spawn(work)
+                {
+                    ahead.push(thread);
                 }
             }
         });
@@ -97,23 +100,30 @@ fn threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from).min(FILES.len())
 }
 
-/// True at the end of the process.
-static ENDS: AtomicBool = AtomicBool::new(false);
+/// Threads that compile ahead.
 static AHEAD: Mutex<Vec<JoinHandle<()>>> = Mutex::new(Vec::new());
 
-/// Makes the end of the process wait for the files that are being compiled. The compiler's library takes its data down at that end,
-/// after functions that were registered later than its own, and a thread inside it would then crash.
+/// Makes the end of the process end the compilations, and wait for those that NVRTC does not end. The compiler's library takes its
+/// data down at that end, after functions that were registered later than its own, and a thread inside it would then crash.
 fn end_at_exit() {
+    static PROCESS: OnceLock<u32> = OnceLock::new();
     extern "C" fn end() {
-        ENDS.store(true, Ordering::Release);
-        let threads = std::mem::take(&mut *AHEAD.lock().unwrap_or_else(PoisonError::into_inner));
+        // A fork of the process has no such threads.
+        if PROCESS.get() != Some(&std::process::id()) {
+            return;
+        }
+        let threads = {
+            let mut ahead = AHEAD.lock().unwrap_or_else(PoisonError::into_inner);
+            ENDS.store(true, Ordering::Release);
+            std::mem::take(&mut *ahead)
+        };
         for thread in threads {
             let _ = thread.join();
         }
     }
-    static REGISTERED: Once = Once::new();
-    REGISTERED.call_once(|| {
+    PROCESS.get_or_init(|| {
         // SAFETY: the function does not unwind: neither lock nor join panics.
         unsafe { libc::atexit(end) };
+        std::process::id()
     });
 }

@@ -113,7 +113,7 @@ const FEW_ROWS: usize = 64;
 const MOST_FEW_ROWS: usize = 2 * FEW_ROWS;
 const WEIGHT_ROWS: usize = 64;
 const STAGES: usize = 4;
-/// Bytes of a weight that travel to the second-level cache early: less than half of an H100's 50 MB.
+/// Bytes of a weight that travel to the second-level cache early, at most half of it. An H100 has 50 MB.
 const AHEAD: usize = 24 << 20;
 /// Number of columns by which a sum is divided into parts, the same for weights of 4, 8 and 16 bits.
 const DEPTH: usize = 128;
@@ -151,8 +151,8 @@ impl FewRows {
     }
 
     /// Returns the number of stages that each of `blocks` blocks lets travel to the cache early.
-    fn ahead(self, blocks: usize) -> usize {
-        AHEAD / (blocks.max(1) * WEIGHT_ROWS * self.bytes)
+    fn ahead(self, blocks: usize, limits: Limits) -> usize {
+        AHEAD.min(limits.cache / 2) / (blocks.max(1) * WEIGHT_ROWS * self.bytes)
     }
 
     /// Returns the number of the kernel for this many rows, and its bytes of shared memory.
@@ -366,7 +366,7 @@ impl Gpu {
             Weight::Codes(Codes { bits: QuantBits::Eight, .. }) => kernels::few_rows_of_8_bits,
             Weight::Codes(Codes { bits: QuantBits::Four, .. }) => kernels::few_rows_of_4_bits,
         };
-        let ahead = few.ahead(tiles * parts);
+        let ahead = few.ahead(tiles * parts, self.limits());
         let kernel =
             kernel(size, y, residual, stride, &partial, counters, x, l0, l1, l2, rows, k, steps, ahead);
         self.launch(kernel, [tiles, parts, 1], 128, shared);
@@ -398,7 +398,7 @@ impl Gpu {
             let [size, shared] = few.sizes(rows);
             let [gate, up, _] = Self::layers(&layers, &[]);
             let (to, x) = (y.element(begin * n), x.element(begin * k));
-            let (steps, ahead) = (pieces * DEPTH / few.depth, few.ahead(tiles));
+            let (steps, ahead) = (pieces * DEPTH / few.depth, few.ahead(tiles, self.limits()));
             let kernel = kernel(size, to, n, x, gate, up, rows, k, steps, ahead);
             self.launch(kernel, [n.div_ceil(WEIGHT_ROWS / 2), 1, 1], 128, shared);
         }

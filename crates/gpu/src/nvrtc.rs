@@ -3,6 +3,7 @@
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use cudarc::nvrtc::sys;
@@ -40,9 +41,13 @@ type SetFlowCallback = unsafe extern "C" fn(
     *const Instant,
 ) -> sys::nvrtcResult;
 
+/// True at the end of the process. Compilations then end.
+pub(crate) static ENDS: AtomicBool = AtomicBool::new(false);
+
 extern "C" fn is_over(until: *const Instant, _: *mut c_void) -> c_int {
-    // SAFETY: `compile` gives this address to NVRTC, and the instant lives as long as the compilation.
-    c_int::from(Instant::now() >= unsafe { *until })
+    // SAFETY: `compile` gives this address to NVRTC, and the instant lives as long as the compilation, or the address is null.
+    let until = unsafe { until.as_ref() };
+    c_int::from(ENDS.load(Ordering::Acquire) || until.is_some_and(|until| Instant::now() >= *until))
 }
 
 /// Maximum size of a file in the cache, in bytes. The files of this program have a few megabytes.
@@ -149,8 +154,8 @@ impl Nvrtc {
     /// Compiles a file of kernels for an architecture such as `sm_90a` or `compute_90`.
     ///
     /// # Errors
-    /// Returns an error if the text does not compile, and [`Error::Late`] about a second after `until` if the compilation is not
-    /// complete then. NVRTC before 12.8 compiles to the end.
+    /// Returns an error if the text does not compile, and [`Error::Late`] about a second after `until` or the end of the process if the
+    /// compilation is not complete then. NVRTC before 12.8 compiles to the end.
     pub fn compile(&self, file: &str, text: &str, arch: &str, until: Option<Instant>) -> Result<Compiled> {
         if until.is_some_and(|until| Instant::now() >= until) {
             return Err(Error::Late { file: file.into() });
@@ -175,9 +180,9 @@ impl Nvrtc {
             )
             .result()
             .map_err(|error| bad(error.to_string()))?;
-            if let (Some(set), Some(until)) = (self.set_flow_callback, &until) {
+            if let Some(set) = self.set_flow_callback {
                 // Without the function, the compilation goes on to its end.
-                let _ = set(program, is_over, until);
+                let _ = set(program, is_over, until.as_ref().map_or(std::ptr::null(), std::ptr::from_ref));
             }
             let done = (f.nvrtcCompileProgram)(program, options.len() as c_int, options.as_ptr()).result();
             let log = output(program, f.nvrtcGetProgramLogSize, f.nvrtcGetProgramLog).unwrap_or_default();

@@ -146,8 +146,9 @@ impl Slot {
 
 impl Ring {
     /// Frees the buffers at the end of their device. After a failure, a copy may still use them, and they remain allocated.
-    pub(crate) fn free(&mut self, driver: &dyn Driver) {
-        for mut slot in std::mem::take(self.0.get_mut().unwrap_or_else(PoisonError::into_inner)) {
+    pub(crate) fn free(&mut self, driver: &dyn Driver, has_failed: bool) {
+        let slots = std::mem::take(self.0.get_mut().unwrap_or_else(PoisonError::into_inner));
+        for mut slot in slots.into_iter().filter(|_| !has_failed) {
             // Nobody is left to whom a failure could be reported.
             let _ = slot.settle(driver).and_then(|()| driver.unpin(slot.at, driver.buffer()));
         }
@@ -157,7 +158,7 @@ impl Ring {
 impl Gpu {
     /// Replaces `bytes` bytes of device memory from `to` on, after all work that is already queued and before all work that
     /// follows. `make` writes some of them, whole `unit`s of bytes. It is called for consecutive ranges, while the previous one is
-    /// copied.
+    /// copied, and must neither use the device nor wait for a thread that does: no other thread has exclusive use meanwhile.
     pub(crate) fn write_pieces(
         &self,
         to: u64,
@@ -179,13 +180,18 @@ impl Gpu {
         for first in (0..bytes).step_by(step) {
             let range = first..(first + step).min(bytes);
             let (at, len) = (to + first as u64, range.len());
-            let slot = match ring.len() {
-                _ if self.failed() => None,
-                // Without pinned memory, the driver copies from other memory.
-                ..BUFFERS => driver.pin(driver.buffer()).ok().map(|at| Slot { at, copied: None }),
-                _ => ring.pop_front(),
-            };
-            let Some(mut slot) = slot else {
+            // Without pinned memory, the driver copies from other memory.
+            if ring.len() < BUFFERS
+                && !self.failed()
+                && let Ok(at) = driver.pin(driver.buffer())
+            {
+                ring.push_back(Slot { at, copied: None });
+            } else if !ring.is_empty() {
+                ring.rotate_left(1);
+            }
+            let slot = ring.back_mut().filter(|_| !self.failed());
+            let settled = |slot: &mut Slot| self.note(slot.settle(driver)).is_some();
+            let Some(slot) = slot.and_then(|slot| settled(slot).then_some(slot)) else {
                 let mut own = vec![0; len];
                 make(range, &mut own);
                 if !self.failed() {
@@ -193,12 +199,10 @@ impl Gpu {
                 }
                 continue;
             };
-            self.note(slot.settle(driver));
             // SAFETY: the buffer has at least as many bytes, and no copy is in progress.
             make(range, unsafe { std::slice::from_raw_parts_mut(slot.at, len) });
             let copied = driver.start_write(at, slot.at, len).and_then(|()| driver.mark(Queue::Copies));
             slot.copied = self.note(copied);
-            ring.push_back(slot);
         }
         if !self.failed() {
             self.note(after(Queue::Main, Queue::Copies));

@@ -7,6 +7,9 @@ use crate::parallel::{Shared, ranges};
 
 /// Elements of a cache line. Range bounds are multiples of this number so that two threads never write to the same line.
 const LINE: usize = 16;
+/// Bytes of a page of memory, and of a part that a thread touches at a time.
+const PAGE: usize = 4096;
+const PIECE: usize = 1 << 22;
 
 /// Returns a buffer of `len` elements. Calls `fill(first element, destination)` for consecutive parts that cover the buffer.
 fn build(len: usize, fill: impl Fn(usize, &mut [MaybeUninit<f32>]) + Sync) -> Vec<f32> {
@@ -27,6 +30,19 @@ pub fn zeros(len: usize) -> Vec<f32> {
     build(len, |_, part| {
         part.fill(MaybeUninit::new(0.0));
     })
+}
+
+/// Returns `len` bytes of zero, whose pages the system has given already: all threads write to them.
+#[must_use]
+pub fn zero_bytes(len: usize) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    crate::parallel::map(bytes.chunks_mut(PIECE), len, |piece| {
+        for byte in piece.iter_mut().step_by(PAGE) {
+            // SAFETY: the reference is valid. A plain zero would be left out, since the memory holds zeros.
+            unsafe { std::ptr::write_volatile(byte, 0) };
+        }
+    });
+    bytes
 }
 
 /// Returns a buffer of `len` elements that `write` fills.

@@ -11,6 +11,7 @@
 
 use std::sync::LazyLock;
 
+use crate::buffer;
 use crate::mat::check;
 
 /// Number of values that share a scale.
@@ -49,7 +50,7 @@ impl Codes {
     /// Creates the codes of zeros.
     #[must_use]
     pub fn zeros(len: usize) -> Self {
-        Self { codes: vec![0; len], scales: vec![0.0; len.div_ceil(BLOCK)] }
+        Self { codes: buffer::zero_bytes(len), scales: buffer::zeros(len.div_ceil(BLOCK)) }
     }
 
     /// Encodes values.

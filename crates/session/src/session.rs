@@ -232,7 +232,7 @@ fn prepare_process(resolved: &Resolved, session: &Session, threads: Option<usize
     if is_there && let Some(threads) = threads.filter(|threads| *threads != rayon::current_num_threads()) {
         let started = rayon::current_num_threads();
         return Err(Problem::usage("the number of threads cannot change within a process")
-            .got(format!("`threads` {threads}, and {started} threads that an earlier command started"))
+            .got(format!("`threads` {threads}, and {started} threads that this process has"))
             .expected("the same number in every command of the process")
             .into());
     }

@@ -139,8 +139,8 @@ impl Shard {
         // SAFETY: the map is read-only. If another program truncates the file, this process ends with a bus error. Callers that
         // leave weights in place accept this risk.
         let map = unsafe { Mmap::map(&self.file) }.map_err(ModelError::io(&self.path))?;
-        // Large pages are read from the disk at more than twice the rate, and decoding, which reads all weights for each token, misses
-        // fewer translations of addresses. Systems without them refuse.
+        // Decoding reads all weights for each token, and with large pages it misses fewer translations of addresses. A file that is not
+        // in memory is read in larger pieces, too. Systems without such pages refuse or ignore this.
         #[cfg(target_os = "linux")]
         let _ = map.advise(memmap2::Advice::HugePage);
         Ok(self.map.get_or_init(|| Arc::new(map)))
