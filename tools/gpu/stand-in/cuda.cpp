@@ -40,6 +40,7 @@ enum Result {
 enum Attribute {
     MAX_SHARED_MEMORY_PER_BLOCK = 8,
     MULTIPROCESSOR_COUNT = 16,
+    L2_CACHE_SIZE = 38,
     ECC_ENABLED = 32,
     COMPUTE_CAPABILITY_MAJOR = 75,
     COMPUTE_CAPABILITY_MINOR = 76,
@@ -440,6 +441,7 @@ EXPORTED int cuDeviceGetAttribute(int* value, int attribute, int) {
     switch (attribute) {
     case MAX_SHARED_MEMORY_PER_BLOCK: *value = DEFAULT_SHARED; break;
     case MULTIPROCESSOR_COUNT: *value = 4; break;
+    case L2_CACHE_SIZE: *value = 50 << 20; break;
     case ECC_ENABLED: *value = settings.ecc; break;
     case COMPUTE_CAPABILITY_MAJOR: *value = settings.architecture / 10; break;
     case COMPUTE_CAPABILITY_MINOR: *value = settings.architecture % 10; break;
