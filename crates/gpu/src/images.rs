@@ -103,8 +103,11 @@ fn threads() -> usize {
 /// Threads that compile ahead.
 static AHEAD: Mutex<Vec<JoinHandle<()>>> = Mutex::new(Vec::new());
 
-/// Makes the end of the process end the compilations, and wait for those that NVRTC does not end. The compiler's library takes its
-/// data down at that end, after functions that were registered later than its own, and a thread inside it would then crash.
+/// Makes the end of the process end the compilations, and wait for those that NVRTC does not end. A thread inside the compiler's library
+/// would crash when that library takes its data down.
+///
+/// The library registers functions for the end of the process while it compiles. They run before those that were registered earlier, so
+/// a registered function of our own could come too late. Values of the main thread are dropped before all of these functions.
 fn end_at_exit() {
     static PROCESS: OnceLock<u32> = OnceLock::new();
     extern "C" fn end() {
@@ -121,9 +124,32 @@ fn end_at_exit() {
             let _ = thread.join();
         }
     }
+    struct End;
+    impl Drop for End {
+        fn drop(&mut self) {
+            end();
+        }
+    }
+    thread_local! { static END: End = const { End } }
+    // Another thread cannot give the main one a value. It registers a function, which is too late if a compilation has just begun.
     PROCESS.get_or_init(|| {
         // SAFETY: the function does not unwind: neither lock nor join panics.
         unsafe { libc::atexit(end) };
         std::process::id()
     });
+    if is_main_thread() {
+        END.with(|_| ());
+    }
+}
+
+/// Returns whether the end of this thread is that of the process.
+fn is_main_thread() -> bool {
+    #[cfg(target_os = "linux")]
+    {
+        // SAFETY: the call has no preconditions.
+        let own = unsafe { libc::gettid() };
+        u32::try_from(own) == Ok(std::process::id())
+    }
+    #[cfg(not(target_os = "linux"))]
+    false
 }
