@@ -47,8 +47,8 @@ STEP_KERNEL_OF(256, 4, layer, (Array y, float* stats, Array x, Array weight, Arr
         store4(y, at + j, at + dim, v);
     }
 }
-/// Adds the gradient with respect to the input to `dx`.
-KERNEL_OF(256, 4, rms_back, (Array dx, Array dy, Array x, const float* rstd, Array weight, int dim)) {
+/// Adds the gradient with respect to the input to `dx`, and writes the sum to `low`, too, if it is given.
+KERNEL_OF(256, 4, rms_back, (Array dx, Array low, Array dy, Array x, const float* rstd, Array weight, int dim)) {
     SHARED(float, red, 32);
     i64 at = (i64)blockIdx.x * dim;
     float dot = 0, r = rstd[blockIdx.x];
@@ -61,9 +61,10 @@ KERNEL_OF(256, 4, rms_back, (Array dx, Array dy, Array x, const float* rstd, Arr
         Four v = load4(x, at + j, at + dim), d = load4(dy, at + j, at + dim), w = load4(weight, j, dim), to = load4(dx, at + j, at + dim);
         for (int e = 0; e < 4; e++) to.x[e] += r * (d.x[e] * w.x[e] - v.x[e] * dot);
         store4(dx, at + j, at + dim, to);
+        if (low.at) store4(low, at + j, at + dim, to);
     }
 }
-KERNEL_OF(256, 4, layer_back, (Array dx, Array dy, Array x, const float* stats, Array weight, int dim)) {
+KERNEL_OF(256, 4, layer_back, (Array dx, Array low, Array dy, Array x, const float* stats, Array weight, int dim)) {
     SHARED(float, red, 32);
     i64 at = (i64)blockIdx.x * dim;
     float sum = 0, dot = 0, mean = stats[blockIdx.x], r = stats[gridDim.x + blockIdx.x];
@@ -80,5 +81,6 @@ KERNEL_OF(256, 4, layer_back, (Array dx, Array dy, Array x, const float* stats, 
         Four v = load4(x, at + j, at + dim), d = load4(dy, at + j, at + dim), w = load4(weight, j, dim), to = load4(dx, at + j, at + dim);
         for (int e = 0; e < 4; e++) to.x[e] += r * (d.x[e] * w.x[e] - sum - (v.x[e] - mean) * r * dot);
         store4(dx, at + j, at + dim, to);
+        if (low.at) store4(low, at + j, at + dim, to);
     }
 }

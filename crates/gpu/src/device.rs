@@ -242,7 +242,7 @@ impl Gpu {
             Some((at, blocks)) => (self.note(at), Memory::Arena(blocks)),
             None => (self.note(self.driver_alloc(bytes)), Memory::Own),
         };
-        Array { gpu: self.clone(), at: at.unwrap_or(0), len, dtype, memory }
+        Array { gpu: self.clone(), at: at.unwrap_or(0), len, dtype, memory, rounded: None }
     }
 
     pub(crate) fn driver_alloc(&self, bytes: usize) -> Result<u64> {
@@ -278,6 +278,31 @@ impl Gpu {
             self.free(at, bytes);
         }
         counters(self.0.counters.get().copied().unwrap_or(at))
+    }
+
+    /// Copies arrays of one dtype to one array, one behind the other, and returns its parts. Returns `None` if a part would begin at no
+    /// multiple of 16 bytes, and while work is recorded or uses an arena.
+    pub fn joined(&self, arrays: &[&Array]) -> Option<Vec<Array>> {
+        let (first, rest) = arrays.split_first()?;
+        let alike = rest.iter().all(|array| array.dtype == first.dtype);
+        let aligned = arrays.iter().all(|array| array.num_bytes().is_multiple_of(Array::UNIT));
+        if !alike || !aligned || self.scope().is_some() {
+            return None;
+        }
+        let all = self.alloc(arrays.iter().map(|array| array.len).sum(), first.dtype);
+        let mut first = 0;
+        for array in arrays {
+            let size = [1, array.len];
+            self.copy_matrix(all.element(first), (*array).into(), [None; 2], size, [array.len; 2]);
+            first += array.len;
+        }
+        let (all, mut first) = (Arc::new(all), 0);
+        let part = |array: &&Array| {
+            let own = Array::part(&all, first, array.len);
+            first += array.len;
+            own
+        };
+        Some(arrays.iter().map(part).collect())
     }
 
     /// Allocates an array of zeros.
@@ -457,6 +482,8 @@ pub struct Array {
     len: usize,
     dtype: Dtype,
     memory: Memory,
+    /// The values of an f32 array in bf16, as the kernel that wrote them left them.
+    rounded: Option<Arc<Array>>,
 }
 
 /// Host data that is uploaded to a device in one copy. Each piece of data begins at a multiple of 16 bytes.
@@ -490,20 +517,45 @@ enum Memory {
     /// A block of an arena.
     Arena(Arc<Blocks>),
     /// A part of another array.
-    Part {
-        _of: Arc<Array>,
-    },
+    Part(Arc<Array>),
 }
 
 impl Array {
-    /// Creates an array from `len` words of `whole`. The first word must be at a multiple of 4.
+    /// Size in bytes of which the beginning of a [part](Self::part) is a multiple.
+    const UNIT: usize = 16;
+
+    /// Creates an array from `len` elements of `whole`. The first one must be at a multiple of 16 bytes.
     pub fn part(whole: &Arc<Self>, first: usize, len: usize) -> Self {
-        let words = whole.num_bytes() / 4;
-        debug_assert!(first + len <= words && first.is_multiple_of(4), "{len} words from {first} of {words}");
-        let len = len.min(words.saturating_sub(first));
-        let at = if whole.at == 0 { 0 } else { whole.at + 4 * first as u64 };
-        let memory = Memory::Part { _of: Arc::clone(whole) };
-        Self { gpu: whole.gpu.clone(), at, len, dtype: Dtype::F32, memory }
+        let (all, dtype) = (whole.len, whole.dtype);
+        let fits = first + len <= all && (first * dtype.size()).is_multiple_of(Self::UNIT);
+        debug_assert!(fits, "{len} elements from {first} of {all}");
+        let (len, at) = (len.min(all.saturating_sub(first)), whole.place(first));
+        let (gpu, memory) = (whole.gpu.clone(), Memory::Part(Arc::clone(whole)));
+        Self { gpu, at, len, dtype, memory, rounded: None }
+    }
+
+    /// Returns the array whose parts, in order and without gaps, these are.
+    pub fn whole(parts: &[&Self]) -> Option<Arc<Self>> {
+        let Memory::Part(whole) = &parts.first()?.memory else { return None };
+        let mut next = 0;
+        for part in parts {
+            let own = matches!(&part.memory, Memory::Part(other) if Arc::ptr_eq(whole, other));
+            if !own || part.at != whole.place(next) {
+                return None;
+            }
+            next += part.len;
+        }
+        (next == whole.len).then(|| Arc::clone(whole))
+    }
+
+    /// Returns the values in bf16 if the kernel that wrote them left them.
+    pub fn rounded(&self) -> Option<&Arc<Self>> {
+        self.rounded.as_ref()
+    }
+
+    /// States the values in bf16. `None` before they change.
+    pub fn set_rounded(&mut self, rounded: Option<Self>) {
+        self.rounded = rounded.map(Arc::new);
     }
 
     /// Returns the size in bytes.
@@ -571,7 +623,7 @@ impl Drop for Array {
             _ if self.at == 0 => {}
             Memory::Own => self.gpu.free(self.at, self.num_bytes()),
             Memory::Arena(blocks) => blocks.give_back(self.at),
-            Memory::Part { .. } => {}
+            Memory::Part(_) => {}
         }
     }
 }

@@ -147,9 +147,9 @@ impl Gpu {
         y
     }
 
-    /// Replaces `gate_up` with its gradient.
-    pub fn swiglu_back(&self, gate_up: &mut Array, dy: &Array, t: usize, i: usize) {
-        self.each_quad(elementwise::swiglu_back(gate_up, dy, t, i), t, i);
+    /// Replaces `gate_up` with its gradient, and sets `y`, if given, to [`Self::swiglu`] of the previous values.
+    pub fn swiglu_back(&self, gate_up: &mut Array, dy: &Array, y: Option<&mut Array>, t: usize, i: usize) {
+        self.each_quad(elementwise::swiglu_back(gate_up, dy, y.as_deref(), t, i), t, i);
     }
 
     /// Returns `x + by` in f32.

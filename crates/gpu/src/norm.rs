@@ -23,16 +23,36 @@ impl Gpu {
         (y, stats)
     }
 
-    /// Adds the gradient of [`Self::rms`] with respect to its input to `dx`.
-    pub fn rms_back(&self, dx: &mut Array, dy: &Array, x: &Array, rstd: &Array, weight: &Array) {
+    /// Adds the gradient of [`Self::rms`] with respect to its input to `dx`, and leaves the sum in bf16, too, if `rounds` is true.
+    pub fn rms_back(
+        &self,
+        dx: &mut Array,
+        dy: &Array,
+        x: &Array,
+        rstd: &Array,
+        weight: &Array,
+        rounds: bool,
+    ) {
         let h = weight.len();
-        self.each_row(norms::rms_back(dx, dy, x, rstd, weight, h), x.len() / h.max(1), h);
+        let low = rounds.then(|| self.alloc(dx.len(), Dtype::Bf16));
+        self.each_row(norms::rms_back(&*dx, low.as_ref(), dy, x, rstd, weight, h), x.len() / h.max(1), h);
+        dx.set_rounded(low);
     }
 
-    /// Adds the gradient of [`Self::layer`] with respect to its input to `dx`.
-    pub fn layer_back(&self, dx: &mut Array, dy: &Array, x: &Array, stats: &Array, weight: &Array) {
+    /// Adds the gradient of [`Self::layer`] with respect to its input to `dx`, as [`Self::rms_back`] does.
+    pub fn layer_back(
+        &self,
+        dx: &mut Array,
+        dy: &Array,
+        x: &Array,
+        stats: &Array,
+        weight: &Array,
+        rounds: bool,
+    ) {
         let h = weight.len();
-        self.each_row(norms::layer_back(dx, dy, x, stats, weight, h), x.len() / h.max(1), h);
+        let low = rounds.then(|| self.alloc(dx.len(), Dtype::Bf16));
+        self.each_row(norms::layer_back(&*dx, low.as_ref(), dy, x, stats, weight, h), x.len() / h.max(1), h);
+        dx.set_rounded(low);
     }
 
     /// Adds the gradient of a norm with respect to its weight to `dw`. The means (absent for RMS norm) and the reciprocal

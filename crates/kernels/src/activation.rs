@@ -125,6 +125,18 @@ simd_fn! {
     }
 }
 
+simd_fn! {
+    fn swiglu_both_row<'a>(simd: S, y: &'a mut [f32], gate: &'a mut [f32], up: &'a mut [f32], dy: &'a [f32]) -> () {
+        for i in (0..dy.len()).step_by(S::F32_LANES) {
+            let (silu, slope) = value_and_slope(simd, Activation::Silu, load(simd, gate, i));
+            let (dy, up_values) = (load(simd, dy, i), load(simd, up, i));
+            store(simd, y, i, simd.mul_f32s(silu, up_values));
+            store(simd, gate, i, simd.mul_f32s(simd.mul_f32s(dy, up_values), slope));
+            store(simd, up, i, simd.mul_f32s(dy, silu));
+        }
+    }
+}
+
 /// Elementary operations per element of an activation, used to decide how many threads share the work.
 const COST: usize = 8;
 
@@ -187,4 +199,17 @@ pub fn swiglu_backward(dy: Mat, gate_up: MatMut) {
             swiglu_gradient_row(gate, up, dy.row(r));
         }
     });
+}
+
+/// Returns [`swiglu_forward`] of `gate_up`, and replaces it as [`swiglu_backward`] does. The bits are theirs.
+#[must_use]
+pub fn swiglu_both(dy: Mat, gate_up: MatMut) -> Vec<f32> {
+    let (rows, i) = dy.dims();
+    let _span = span(Op::Activation, || (2 * rows * i * COST, 24 * rows * i));
+    check!("swiglu, both", gate_up.dims() == (rows, 2 * i), dy.dims(), gate_up.dims());
+    buffer::of_rows(rows, i, rows * i * COST, |r, y| {
+        // SAFETY: each row is visited exactly once.
+        let (gate, up) = unsafe { gate_up.row(r) }.split_at_mut(i);
+        swiglu_both_row(y, gate, up, dy.row(r));
+    })
 }

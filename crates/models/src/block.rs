@@ -590,17 +590,14 @@ impl Op for BlockPass {
         self.lend()?;
         let KeptBlock { raw, qkv, lse, attended, joined: [joined, last], middle, mut wide, experts } = kept;
         let [dbranch, dresidual] = self.leave_back(1, last, dy)?;
-        let shared = self.mlp.as_ref().zip(wide.as_ref());
-        let back = |(mlp, wide): (&MlpPass, &Rows)| mlp.last.backward(&self.activate(wide)?, &dbranch);
-        let dinner = shared.map(back).transpose()?;
+        if let (Some(pass), Some(mlp), Some(wide)) = (&self.mlp, &self.block.mlp, &mut wide) {
+            pass.last.backward_to(&dbranch, |dinner| match mlp {
+                Mlp::Plain { act, .. } => wide.activated_and_back(&dinner, *act),
+                Mlp::SwiGlu { .. } => wide.swiglu_and_back(&dinner),
+            })?;
+        }
         // `dbranch` is kept only for experts. Otherwise the residual's gradient, which may share its rows, is changed in place.
         let routed = experts.map(|kept| (kept, dbranch));
-        if let (Some(mlp), Some(wide), Some(dinner)) = (&self.block.mlp, &mut wide, dinner) {
-            match mlp {
-                Mlp::Plain { act, .. } => wide.activation_back(&dinner, *act)?,
-                Mlp::SwiGlu { .. } => wide.swiglu_back(&dinner)?,
-            }
-        }
         let dmiddle = self.enter_back(1, &middle, dresidual, |x| {
             let shared = self.mlp.as_ref().zip(wide.as_ref());
             let dx = shared.map(|(mlp, dwide)| mlp.first.backward(x, dwide)).transpose()?;

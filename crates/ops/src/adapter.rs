@@ -37,6 +37,13 @@ pub struct Adapter {
     id: u64,
 }
 
+/// What [`Adapter::backward_input`] computes for the gradients of the factors.
+pub(crate) struct Inner {
+    /// `s · Bᵀ dy`, `[t, r]`
+    t: Rows,
+    mask: Option<Mask>,
+}
+
 /// Factors `A` and `B` of an adapter.
 #[derive(Debug)]
 enum Factors {
@@ -218,6 +225,14 @@ impl Adapter {
         Ok(Some(Mask { key: mix(dropout.key ^ self.id), rows, rate: self.rate }))
     }
 
+    /// Returns rows in the dtype of the products with the factors.
+    pub(crate) fn factor(&self, x: &Rows) -> Rows {
+        match &self.factors {
+            Factors::Linear(a, _) => x.device().backend().factor(x, std::slice::from_ref(a)),
+            Factors::Experts(..) => x.clone(),
+        }
+    }
+
     /// Computes `u = s · A x̃ [t, r]`.
     fn inner(&self, a: &Linear, x: &Rows, order: Order) -> Rows {
         let mut u = x.device().backend().linear(x, std::slice::from_ref(a), Onto::Nothing, order);
@@ -240,33 +255,41 @@ impl Adapter {
         Ok(u.device().backend().linear(&u, std::slice::from_ref(b), Onto::Columns(y, col), order))
     }
 
-    /// Adds the gradients of `A` and `B` to their buffers, and the gradient of the input to `dx`. The layer's columns of `dy`
-    /// begin at `col`.
-    pub(crate) fn backward(
+    /// Adds the gradient of the input to `dx`. The layer's columns of `dy` begin at `col`. [`Self::backward_weights`] takes the
+    /// second value.
+    pub(crate) fn backward_input(
         &self,
         mut dx: Rows,
         dy: &Rows,
         col: usize,
-        x: &Rows,
         dropout: Option<&Dropout>,
-    ) -> Result<Rows> {
+    ) -> Result<(Rows, Inner)> {
+        let device = dy.device();
+        let backend = device.backend();
+        let (a, b) = self.linear()?;
+        let (of_a, of_b) = (std::slice::from_ref(a), std::slice::from_ref(b));
+        let mask = self.mask(dropout, dy.rows())?;
+        let mut t = backend.linear_dx(None, dy, col, of_b);
+        t.scale(self.scale);
+        match &mask {
+            None => dx = backend.linear_dx(Some(dx), &t, 0, of_a),
+            Some(mask) => dx.add(&backend.dropout(&backend.linear_dx(None, &t, 0, of_a), mask))?,
+        }
+        Ok((dx, Inner { t, mask }))
+    }
+
+    /// Adds the gradients of `A` and `B` to their buffers, given the input `x` of the layer.
+    pub(crate) fn backward_weights(&self, x: &Rows, dy: &Rows, col: usize, inner: &Inner) -> Result<()> {
         let device = x.device();
         let backend = device.backend();
         let (a, b) = self.linear()?;
-        let mask = self.mask(dropout, x.rows())?;
-        let dropped = mask.as_ref().map(|mask| backend.dropout(x, mask));
+        let dropped = inner.mask.as_ref().map(|mask| backend.dropout(x, mask));
         let x = dropped.as_ref().unwrap_or(x);
-        let (of_a, of_b) = (std::slice::from_ref(a), std::slice::from_ref(b));
-        let mut t = backend.linear_dx(None, dy, col, of_b);
-        t.scale(self.scale);
         if b.weight().trainable() {
             let u = self.inner(a, x, Order::Blocked);
-            backend.linear_dw(&u, dy, col, of_b);
+            backend.linear_dw(&u, dy, col, std::slice::from_ref(b));
         }
-        backend.linear_dw(x, &t, 0, of_a);
-        let Some(mask) = &mask else { return Ok(backend.linear_dx(Some(dx), &t, 0, of_a)) };
-        let own = backend.linear_dx(None, &t, 0, of_a);
-        dx.add(&backend.dropout(&own, mask))?;
-        Ok(dx)
+        backend.linear_dw(x, &inner.t, 0, std::slice::from_ref(a));
+        Ok(())
     }
 }

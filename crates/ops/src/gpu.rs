@@ -238,6 +238,30 @@ impl Copy {
         true
     }
 
+    /// Makes the copies of several weights on `device` neighbours in its memory, if they are not, and returns the array of all of
+    /// them. Returns `None` if one has no dense copy there, or if the arrays cannot be joined now.
+    fn join(copies: &[&Self], device: Device, gpu: &Gpu) -> Option<Arc<Array>> {
+        // Nobody may change a weight between its copy and its replacement.
+        let mut locked: Vec<_> = copies.iter().map(|copy| copy.lock()).collect();
+        let arrays = locked.iter().map(|copy| match copy.as_ref() {
+            Some(There { device: own, weights, .. }) if *own == device => match &**weights {
+                Weights::Dense(array) => Some(array),
+                Weights::Codes(_) => None,
+            },
+            _ => None,
+        });
+        let arrays: Vec<&Array> = arrays.collect::<Option<_>>()?;
+        if let Some(whole) = Array::whole(&arrays) {
+            return Some(whole);
+        }
+        let parts = gpu.joined(&arrays)?;
+        let whole = Array::whole(&parts.iter().collect::<Vec<_>>());
+        for (there, part) in locked.iter_mut().filter_map(|copy| copy.as_mut()).zip(parts) {
+            there.weights = Arc::new(Weights::Dense(part));
+        }
+        whole
+    }
+
     pub(crate) fn replace(&self, device: Device, array: Array) {
         *self.lock() = Some(There { device, weights: Arc::new(Weights::Dense(array)), newer: true });
     }
@@ -421,6 +445,7 @@ impl Card {
             *data = Arc::new(self.gpu.cast(data, data.dtype()));
         }
         if let Some(data) = Arc::get_mut(data) {
+            data.set_rounded(None);
             f(data);
         }
     }
@@ -430,6 +455,17 @@ impl Card {
         if let Some(rows) = param.gradient(self.device()).as_mut().and_then(|guard| guard.rows()) {
             self.change(rows, f);
         }
+    }
+
+    /// Returns the array in which these weights are neighbours, after joining them at the first use.
+    pub(crate) fn joined(&self, params: &[&Param]) -> Option<Arc<Array>> {
+        // Each weight is locked once.
+        if params.iter().enumerate().any(|(i, a)| params[..i].iter().any(|b| a.shares_storage(b))) {
+            return None;
+        }
+        params.iter().for_each(|param| drop(self.weights(param)));
+        let copies: Vec<_> = params.iter().map(|param| param.copy()).collect();
+        Copy::join(&copies, self.device(), self.gpu)
     }
 
     pub(crate) fn weights(&self, param: &Param) -> Arc<Weights> {

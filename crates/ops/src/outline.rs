@@ -121,6 +121,8 @@ pub(crate) struct Span {
     bytes: u64,
     dtype: Dtype,
     in_arena: bool,
+    /// The values in bf16, as a norm's gradient leaves them.
+    rounded: Option<Arc<Span>>,
 }
 
 impl Span {
@@ -134,7 +136,7 @@ impl Span {
                 _ => count.now.0[held as usize] += bytes,
             }
             count.most = count.most.most(count.now);
-            Self { held, bytes, dtype, in_arena }
+            Self { held, bytes, dtype, in_arena, rounded: None }
         })
     }
 
@@ -170,11 +172,32 @@ impl Rows {
 
     /// Counts a copy if the rows are shared, since a real device copies shared rows before it writes to them.
     pub(crate) fn touch(&mut self) {
-        if let Data::Outline(span) = &mut self.data
-            && Arc::get_mut(span).is_none()
-        {
-            *span = Arc::new(span.like());
+        let Data::Outline(span) = &mut self.data else { return };
+        match Arc::get_mut(span) {
+            Some(own) => own.rounded = None,
+            None => *span = Arc::new(span.like()),
         }
+    }
+
+    /// Counts the gradient of a stream in bf16, which a GPU leaves beside that in f32.
+    pub(crate) fn round_stream(&mut self, weight: &Param) {
+        if let Data::Outline(span) = &mut self.data
+            && let Some(own) = Arc::get_mut(span)
+            && (own.dtype, factor(weight)) == (Dtype::F32, Dtype::Bf16)
+        {
+            let len = own.bytes as usize / own.dtype.size();
+            own.rounded = Some(Arc::new(Span::new(len, Dtype::Bf16)));
+        }
+    }
+}
+
+/// Returns rows in another dtype: those that a norm's gradient left, or a copy.
+pub(crate) fn rounded(x: &Rows, dtype: Dtype) -> Rows {
+    match &x.data {
+        Data::Outline(span) if let Some(low) = span.rounded.as_ref().filter(|low| low.dtype == dtype) => {
+            Rows::over(Data::Outline(Arc::clone(low)), x.rows(), x.cols())
+        }
+        _ => Rows::on_outline(dtype, x.rows(), x.cols()),
     }
 }
 

@@ -862,6 +862,9 @@ fn elementwise_operations() {
             let backward = |[x]: [&Rows; 1], dy: &Rows| {
                 let mut dx = x.clone();
                 dx.swiglu_back(dy)?;
+                let mut both = x.clone();
+                let y = both.swiglu_and_back(dy)?;
+                assert_eq!([y, both].map(|rows| rows.to_f64()), [x.swiglu()?.to_f64(), dx.to_f64()]);
                 Ok([dx])
             };
             tape.apply(Of(|[x]: [&Rows; 1]| x.swiglu(), backward), [&x[0]])

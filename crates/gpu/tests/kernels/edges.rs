@@ -39,6 +39,12 @@ fn take<const N: usize>(inputs: Vec<Array>) -> [Array; N] {
     inputs.try_into().unwrap_or_else(|_| unreachable!("an operation declares its inputs"))
 }
 
+/// Returns the gradient of a stream, and the same values in bf16.
+fn with_low(gpu: &Gpu, dx: Array) -> Vec<Array> {
+    let low = dx.rounded().map(|low| gpu.cast(low, low.dtype()));
+    [dx].into_iter().chain(low).collect()
+}
+
 const KINDS: [Activation; 5] =
     [Activation::GeluErf, Activation::GeluTanh, Activation::QuickGelu, Activation::Silu, Activation::Tanh];
 const STEP: Step = Step {
@@ -101,8 +107,8 @@ const OPS: &[Op] = &[
         f32s: &[0, 3],
         run: |gpu, inputs, _| {
             let [mut dx, dy, x, rstd, w] = take(inputs);
-            gpu.rms_back(&mut dx, &dy, &x, &rstd, &w);
-            vec![dx]
+            gpu.rms_back(&mut dx, &dy, &x, &rstd, &w, true);
+            with_low(gpu, dx)
         },
         by_row: 1,
         large: 1,
@@ -126,8 +132,8 @@ const OPS: &[Op] = &[
         run: |gpu, inputs, _| {
             let [mut dx, dy, x, mean, rstd, w] = take(inputs);
             let stats = joined(gpu, &[mean, rstd], 1);
-            gpu.layer_back(&mut dx, &dy, &x, &stats, &w);
-            vec![dx]
+            gpu.layer_back(&mut dx, &dy, &x, &stats, &w, true);
+            with_low(gpu, dx)
         },
         by_row: 1,
         large: 1,
@@ -189,8 +195,9 @@ const OPS: &[Op] = &[
         inputs: |t, h| vec![2 * t * h, t * h],
         run: |gpu, inputs, [t, h]| {
             let [mut gate_up, dy] = take(inputs);
-            gpu.swiglu_back(&mut gate_up, &dy, t, h);
-            vec![gate_up]
+            let mut y = gpu.alloc(t * h, gate_up.dtype());
+            gpu.swiglu_back(&mut gate_up, &dy, Some(&mut y), t, h);
+            vec![gate_up, y]
         },
         by_row: 1,
         large: 1,

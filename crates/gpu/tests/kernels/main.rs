@@ -822,6 +822,11 @@ fn transfers_after_a_failure() {
     assert!(matches!(gpu.check(), Err(omnigrpo_gpu::Error::Memory { .. })));
 }
 
+/// Checks the bf16 values that a kernel left.
+fn is_rounded(x: &Array) {
+    assert_eq!(x.rounded().unwrap().to_vec(), x.gpu().cast(x, Dtype::Bf16).to_vec());
+}
+
 /// Norms of rows shorter and longer than a block of threads handles at a time, f32 and bf16.
 #[test]
 fn norms() {
@@ -837,12 +842,14 @@ fn norms() {
             let [x, w, b, dy, dx] = std::array::from_fn(|i| numbers(gpu, inputs[i], dtype, i as u64 + 1).0);
             let (y, rstd) = gpu.rms(&x, &w, 1e-5, dtype);
             let mut to = gpu.cast(&dx, Dtype::F32);
-            gpu.rms_back(&mut to, &dy, &x, &rstd, &w);
+            gpu.rms_back(&mut to, &dy, &x, &rstd, &w, true);
+            is_rounded(&to);
             let mut dw = gpu.zeros(h, Dtype::F32);
             gpu.norm_weight(&mut dw, &dy, &x, None, (&rstd, 0));
             let (z, stats) = gpu.layer(&x, &w, &b, 1e-5, dtype);
             let mut to2 = gpu.cast(&dx, Dtype::F32);
-            gpu.layer_back(&mut to2, &dy, &x, &stats, &w);
+            gpu.layer_back(&mut to2, &dy, &x, &stats, &w, true);
+            is_rounded(&to2);
             let mut dw2 = gpu.zeros(h, Dtype::F32);
             gpu.norm_weight(&mut dw2, &dy, &x, Some((&stats, 0)), (&stats, t));
             let mut db = gpu.cast(&b, Dtype::F32);
@@ -946,7 +953,10 @@ fn elements() {
             let (mut gate_up, _) = numbers(gpu, t * 2 * i, dtype, 1);
             let (dy, _) = numbers(gpu, t * i, dtype, 2);
             let y = gpu.swiglu(&gate_up, t, i);
-            gpu.swiglu_back(&mut gate_up, &dy, t, i);
+            let (mut again, mut both) = (gpu.alloc(t * i, dtype), gpu.cast(&gate_up, dtype));
+            gpu.swiglu_back(&mut both, &dy, Some(&mut again), t, i);
+            gpu.swiglu_back(&mut gate_up, &dy, None, t, i);
+            assert_eq!([both, again].map(|x| x.to_vec()), [&gate_up, &y].map(|x| x.to_vec()));
             let act = gpu.activation(&dy, Activation::GeluErf);
             let (scale, _) = numbers(gpu, i, dtype, 3);
             let scaled = gpu.alloc(t * i, y.dtype());

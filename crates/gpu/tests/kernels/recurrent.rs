@@ -241,7 +241,7 @@ fn convolutions_gates_and_norms() {
                 let [y, rstd] = gpu.gated_norm(&x, &gate, &w, 1e-5);
                 let [dnormed, dgate] = gpu.gated_norm_back(&dy, &x, &gate, &rstd, &w);
                 let (mut dx, mut dw) = (gpu.zeros(n, Dtype::F32), gpu.zeros(d, Dtype::F32));
-                gpu.rms_back(&mut dx, &dnormed, &x, &rstd, &w);
+                gpu.rms_back(&mut dx, &dnormed, &x, &rstd, &w, false);
                 gpu.norm_weight(&mut dw, &dnormed, &x, None, (&rstd, 0));
                 vec![y, dx, dgate, dw]
             });

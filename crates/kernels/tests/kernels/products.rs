@@ -633,6 +633,9 @@ fn swiglu_matches_its_twin() {
         let mut d = x.clone();
         let y = activation::swiglu_forward(Mat::new(&x, rows, 2 * i));
         activation::swiglu_backward(Mat::new(&dy, rows, i), MatMut::new(&mut d, rows, 2 * i));
+        let mut both = x.clone();
+        let again = activation::swiglu_both(Mat::new(&dy, rows, i), MatMut::new(&mut both, rows, 2 * i));
+        assert_eq!((&again, &both), (&y, &d), "{rows}×{i}");
         let (x64, dy64) = (wide(&x), wide(&dy));
         let (x64, dy64) = (Mat::new(&x64, rows, 2 * i), Mat::new(&dy64, rows, i));
         close(&y, &twin::swiglu_forward(x64), 1e-6);

@@ -21,4 +21,9 @@ impl ActivationOps for Cpu {
             Nonlinearity::SwiGlu => activation::swiglu_backward(dy.mat(), x.mat_mut()),
         }
     }
+
+    fn swiglu_both(&self, x: &mut Rows, dy: &Rows) -> Rows {
+        let (rows, cols) = dy.dims();
+        Rows::on_cpu(activation::swiglu_both(dy.mat(), x.mat_mut()), rows, cols)
+    }
 }

@@ -17,7 +17,14 @@ impl ActivationOps for Card {
         let ((rows, i), dy) = (dy.dims(), self.of(dy));
         self.change(x, |x| match act {
             Nonlinearity::Pointwise(act) => self.gpu.activation_back(x, dy, act),
-            Nonlinearity::SwiGlu => self.gpu.swiglu_back(x, dy, rows, i),
+            Nonlinearity::SwiGlu => self.gpu.swiglu_back(x, dy, None, rows, i),
         });
+    }
+
+    fn swiglu_both(&self, x: &mut Rows, dy: &Rows) -> Rows {
+        let ((rows, i), dy) = (dy.dims(), self.of(dy));
+        let mut y = self.gpu.alloc(rows * i, self.of(x).dtype());
+        self.change(x, |x| self.gpu.swiglu_back(x, dy, Some(&mut y), rows, i));
+        self.rows(y, rows, i)
     }
 }

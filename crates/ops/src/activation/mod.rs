@@ -18,6 +18,12 @@ pub(crate) trait ActivationOps {
     fn activation(&self, x: &Rows, act: Nonlinearity) -> Rows;
     /// Replaces `x`, the input of an activation, with its gradient.
     fn activation_back(&self, x: &mut Rows, dy: &Rows, act: Nonlinearity);
+    /// Returns `silu(gate) · up` of rows `[gate | up]` and replaces these with their gradient. The bits are those of both methods above.
+    fn swiglu_both(&self, x: &mut Rows, dy: &Rows) -> Rows {
+        let y = self.activation(x, Nonlinearity::SwiGlu);
+        self.activation_back(x, dy, Nonlinearity::SwiGlu);
+        y
+    }
 }
 
 /// Nonlinear function of a feed-forward layer.
@@ -37,12 +43,25 @@ impl Rows {
 
     /// Replaces the input of an activation with its gradient, given the gradient `dy` of the output.
     pub fn activation_back(&mut self, dy: &Self, act: Activation) -> Result<()> {
-        self.device().check("activation", dy)?;
-        if dy.dims() != self.dims() {
-            return Err(Error::shape("activation", format!("{:?}, gradient {:?}", self.dims(), dy.dims())));
-        }
+        self.check_activation("activation", dy, 1)?;
         self.device().backend().activation_back(self, dy, Nonlinearity::Pointwise(act));
         Ok(())
+    }
+
+    /// Returns [`Self::activated`], and replaces the input as [`Self::activation_back`] does.
+    pub fn activated_and_back(&mut self, dy: &Self, act: Activation) -> Result<Self> {
+        let y = self.activated(act);
+        self.activation_back(dy, act)?;
+        Ok(y)
+    }
+
+    /// Checks the gradient of an activation that has one output for each `inputs` inputs.
+    fn check_activation(&self, op: &'static str, dy: &Self, inputs: usize) -> Result<()> {
+        self.device().check(op, dy)?;
+        match (dy.rows(), inputs * dy.cols()) == self.dims() {
+            true => Ok(()),
+            false => Err(Error::shape(op, format!("{:?}, gradient {:?}", self.dims(), dy.dims()))),
+        }
     }
 
     /// Returns `silu(gate) · up` for rows `[gate | up]` of even width.
@@ -55,12 +74,15 @@ impl Rows {
 
     /// Replaces rows `[gate | up]` with their gradient, given the gradient `dy` of the output.
     pub fn swiglu_back(&mut self, dy: &Self) -> Result<()> {
-        self.device().check("swiglu", dy)?;
-        if (dy.rows(), 2 * dy.cols()) != self.dims() {
-            return Err(Error::shape("swiglu", format!("{:?}, gradient {:?}", self.dims(), dy.dims())));
-        }
+        self.check_activation("swiglu", dy, 2)?;
         self.device().backend().activation_back(self, dy, Nonlinearity::SwiGlu);
         Ok(())
+    }
+
+    /// Returns [`Self::swiglu`], and replaces the rows as [`Self::swiglu_back`] does.
+    pub fn swiglu_and_back(&mut self, dy: &Self) -> Result<Self> {
+        self.check_activation("swiglu", dy, 2)?;
+        Ok(self.device().backend().swiglu_both(self, dy))
     }
 }
 

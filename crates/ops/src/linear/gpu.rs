@@ -1,18 +1,28 @@
 //! Linear layers on a GPU.
 
-use omnigrpo_gpu::{Affine, Array, Dtype};
+use omnigrpo_gpu::{Affine, Array, Dtype, Weight};
 use omnigrpo_kernels::dropout::Mask;
 
 use crate::gpu::{Card, Weights};
-use crate::param::ParamDtype;
+use crate::rows::Data;
 
 use super::*;
 
 impl LinearOps for Card {
+    fn factor(&self, x: &Rows, layers: &[Linear]) -> Rows {
+        let ((rows, cols), own) = (x.dims(), self.of(x));
+        match layers.first().map(|layer| product_dtype(layer.weight())) {
+            Some(wanted) if wanted != own.dtype() => {
+                Rows::over(Data::Gpu(*self, self.converted(own, wanted)), rows, cols)
+            }
+            _ => x.clone(),
+        }
+    }
+
     fn linear(&self, x: &Rows, layers: &[Linear], onto: Onto, order: Order) -> Rows {
         use omnigrpo_gpu::Onto as Plus;
         let (rows, k) = x.dims();
-        let (x, layers) = (self.of(x), self.layers(layers));
+        let (x, layers) = (self.of(x), self.layers(layers, order));
         let width = layers.iter().map(|layer| layer.n).sum();
         let create = |dtype| self.rows(self.gpu.alloc(rows * width, dtype), rows, width);
         let (mut y, first, plus) = match onto {
@@ -27,7 +37,7 @@ impl LinearOps for Card {
             }
         };
         let converted = self.operand(x, &layers);
-        let (x, stride) = (converted.as_ref().unwrap_or(x), y.cols());
+        let (x, stride) = (converted.as_deref().unwrap_or(x), y.cols());
         self.change(&mut y, |y| {
             if order == Order::PerRow {
                 let layers: Vec<_> = layers.iter().map(Layer::affine).collect();
@@ -53,7 +63,7 @@ impl LinearOps for Card {
     }
 
     fn linear_swiglu(&self, x: &Rows, gate_up: &[Linear; 2]) -> Rows {
-        let ((rows, k), layers) = (x.dims(), self.layers(gate_up));
+        let ((rows, k), layers) = (x.dims(), self.layers(gate_up, Order::PerRow));
         let [gate, up] = [&layers[0], &layers[1]].map(Layer::affine);
         let y =
             self.gpu.swiglu_rows(self.of(x), [gate, up], [rows, k], self.output(self.of(x).dtype(), &layers));
@@ -61,16 +71,17 @@ impl LinearOps for Card {
     }
 
     fn linear_dx(&self, dx: Option<Rows>, dy: &Rows, col: usize, layers: &[Linear]) -> Rows {
-        let ((rows, width), dy, layers) = (dy.dims(), self.of(dy), self.layers(layers));
+        let ((rows, width), dy, narrow) = (dy.dims(), self.of(dy), has_narrow_dx(layers));
+        let layers = self.layers(layers, Order::Blocked);
         let k = layers.first().map_or(0, |layer| layer.k);
         let mut adds = dx.is_some();
         let mut dx = dx.unwrap_or_else(|| {
-            // The products of several layers are summed, and bf16 would round each partial sum.
-            let dtype = if layers.len() > 1 { Dtype::F32 } else { self.output(dy.dtype(), &layers) };
+            // In bf16, each of several products would be rounded before the next one is added.
+            let dtype = if narrow && layers.len() == 1 { Dtype::Bf16 } else { Dtype::F32 };
             self.rows(self.gpu.alloc(rows * k, dtype), rows, k)
         });
         let converted = self.operand(dy, &layers);
-        let dy = converted.as_ref().unwrap_or(dy);
+        let dy = converted.as_deref().unwrap_or(dy);
         self.change(&mut dx, |dx| {
             let mut col = col;
             for layer in &layers {
@@ -87,10 +98,7 @@ impl LinearOps for Card {
         let mut at = col;
         for layer in layers {
             let n = layer.n();
-            let dtype = match layer.weight().dtype() {
-                ParamDtype::F32 => Dtype::F32,
-                ParamDtype::Bf16 | ParamDtype::Quantised(_) => Dtype::Bf16,
-            };
+            let dtype = product_dtype(layer.weight());
             self.accumulate(layer.weight(), |dw| {
                 self.gpu.linear_dw(dw, self.of(x), self.of(dy), [at, width], [0, n, k], dtype);
             });
@@ -111,19 +119,42 @@ impl LinearOps for Card {
     }
 }
 
-/// A layer's weight and bias on the GPU.
+/// Returns the dtype of the factors in a product with a weight.
+fn product_dtype(weight: &Param) -> Dtype {
+    match weight.dtype() {
+        ParamDtype::F32 => Dtype::F32,
+        ParamDtype::Bf16 | ParamDtype::Quantised(_) => Dtype::Bf16,
+    }
+}
+
+/// A weight on the GPU, or several that are neighbours in memory.
+enum Place {
+    Own(Arc<Weights>),
+    Joined(Arc<Array>),
+}
+
+impl Place {
+    fn weight(&self) -> Weight<'_> {
+        match self {
+            Self::Own(weights) => weights.weight(),
+            Self::Joined(array) => Weight::Dense(array),
+        }
+    }
+}
+
+/// A layer's weight and bias on the GPU, or those of several layers that are one product.
 struct Layer {
-    weight: Arc<Weights>,
-    bias: Option<Arc<Weights>>,
+    weight: Place,
+    bias: Option<Place>,
     n: usize,
     k: usize,
 }
 
 impl Layer {
     fn bias(&self) -> Option<&Array> {
-        match self.bias.as_deref() {
-            Some(Weights::Dense(array)) => Some(array),
-            Some(Weights::Codes(_)) | None => None,
+        match self.bias.as_ref()?.weight() {
+            Weight::Dense(array) => Some(array),
+            Weight::Codes(_) => None,
         }
     }
 
@@ -133,7 +164,20 @@ impl Layer {
 }
 
 impl Card {
-    fn layers(&self, layers: &[Linear]) -> Vec<Layer> {
+    /// Returns the layers for products of many rows as one layer, if their weights can be neighbours in memory. The kernels for few
+    /// rows take several weights.
+    fn layers(&self, layers: &[Linear], order: Order) -> Vec<Layer> {
+        if order == Order::Blocked && layers.len() > 1 && are_alike(layers) {
+            let biases: Option<Vec<_>> =
+                layers.iter().map(|layer| layer.bias().map(|bias| &**bias)).collect();
+            let bias = biases.map(|biases| self.joined(&biases));
+            let weight = self.joined(&layers.iter().map(|layer| &**layer.weight()).collect::<Vec<_>>());
+            if let (Some(weight), None | Some(Some(_))) = (weight, &bias) {
+                let n = layers.iter().map(Linear::n).sum();
+                let bias = bias.flatten().map(Place::Joined);
+                return vec![Layer { weight: Place::Joined(weight), bias, n, k: layers[0].k() }];
+            }
+        }
         layers.iter().map(|layer| self.layer(layer)).collect()
     }
 
@@ -147,13 +191,19 @@ impl Card {
     }
 
     /// Returns the input in the dtype of the first layer's weight, if several layers can share this conversion.
-    fn operand(&self, x: &Array, layers: &[Layer]) -> Option<Array> {
+    fn operand(&self, x: &Array, layers: &[Layer]) -> Option<Arc<Array>> {
         let wanted = layers.first()?.weight.weight().dtype();
-        (layers.len() > 1 && wanted != x.dtype()).then(|| self.gpu.cast(x, wanted))
+        (layers.len() > 1 && wanted != x.dtype()).then(|| self.converted(x, wanted))
+    }
+
+    /// Returns an array in another dtype: the values that a kernel left in bf16, or a copy.
+    fn converted(&self, x: &Array, dtype: Dtype) -> Arc<Array> {
+        let left = x.rounded().filter(|low| low.dtype() == dtype);
+        left.map_or_else(|| Arc::new(self.gpu.cast(x, dtype)), Arc::clone)
     }
 
     fn layer(&self, linear: &Linear) -> Layer {
-        let bias = linear.bias().map(|bias| self.weights(bias));
-        Layer { weight: self.weights(linear.weight()), bias, n: linear.n(), k: linear.k() }
+        let bias = linear.bias().map(|bias| Place::Own(self.weights(bias)));
+        Layer { weight: Place::Own(self.weights(linear.weight())), bias, n: linear.n(), k: linear.k() }
     }
 }

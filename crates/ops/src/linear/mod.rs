@@ -13,8 +13,10 @@ use std::sync::Arc;
 
 use crate::Param;
 use crate::activation::{ActivationOps, Nonlinearity};
+use crate::adapter::{self, Adapter};
 use crate::error::{Error, Result};
 use crate::order::Order;
+use crate::param::ParamDtype;
 use crate::pass::{Dropout, Pass};
 use crate::rows::Rows;
 use crate::tape::{Op, Tape, Var};
@@ -23,6 +25,10 @@ use crate::tape::{Op, Tape, Var};
 pub(crate) trait LinearOps: ActivationOps {
     /// Computes `x Wᵀ + b`, `[t, k] → [t, Σ n]`, and adds it to `onto`.
     fn linear(&self, x: &Rows, layers: &[Linear], onto: Onto, order: Order) -> Rows;
+    /// Returns rows in the dtype of the products with these layers, so that several products need one conversion.
+    fn factor(&self, x: &Rows, _layers: &[Linear]) -> Rows {
+        x.clone()
+    }
     /// Computes `silu(gate) · up` of two layers, `[t, k] → [t, n]`. The bits of a row depend only on that row and the weights.
     fn linear_swiglu(&self, x: &Rows, gate_up: &[Linear; 2]) -> Rows {
         let wide = self.linear(x, gate_up, Onto::Nothing, Order::PerRow);
@@ -155,7 +161,7 @@ impl PackedLinear {
 
     /// Computes `silu(gate) · up`, `[t, k] → [t, n]`, of two layers with n outputs each. In decoding, a GPU does this in one kernel.
     pub fn swiglu(&self, x: &Rows) -> Result<Rows> {
-        let adapted = self.layers.iter().any(|layer| layer.weight.adapter().is_some());
+        let adapted = self.adapters().next().is_some();
         match &self.layers[..] {
             [gate, up] if gate.n == up.n && self.order == Order::PerRow && !adapted => {
                 self.check(x)?;
@@ -168,12 +174,9 @@ impl PackedLinear {
     fn run(&self, onto: Onto, x: &Rows) -> Result<Rows> {
         self.check(x)?;
         let mut y = x.device().backend().linear(x, &self.layers, onto, self.order);
-        let mut col = 0;
-        for layer in &self.layers {
-            if let Some(adapter) = layer.weight.adapter().filter(|_| x.rows() > 0) {
-                y = adapter.forward(y, col, x, self.order, self.dropout.as_ref())?;
-            }
-            col += layer.n;
+        let own = self.for_adapters(x);
+        for (adapter, col) in self.adapters().filter(|_| x.rows() > 0) {
+            y = adapter.forward(y, col, own.as_ref().unwrap_or(x), self.order, self.dropout.as_ref())?;
         }
         Ok(y)
     }
@@ -193,31 +196,67 @@ impl PackedLinear {
     /// and bias gradients to their buffers.
     pub fn backward(&self, x: &Rows, dy: &Rows) -> Result<Rows> {
         self.check_gradient(x, dy)?;
-        let mut dx = dy.device().backend().linear_dx(None, dy, 0, &self.layers);
-        if x.rows() == 0 {
-            return Ok(dx);
-        }
-        dy.device().backend().linear_dw(x, dy, 0, &self.layers);
-        let mut col = 0;
-        for layer in &self.layers {
-            if let Some(adapter) = layer.weight.adapter() {
-                dx = adapter.backward(dx, dy, col, x, self.dropout.as_ref())?;
-            }
-            col += layer.n;
-        }
+        let dy = Gradient::new(self, dy);
+        let (dx, inner) = self.backward_input(&dy)?;
+        self.add_gradients(x, &dy, &inner)?;
         Ok(dx)
+    }
+
+    /// Runs [`Self::backward`] for an input that is computed again. `input` maps its gradient `dx [t, k]` to the input, so that it can
+    /// read both in one pass.
+    pub fn backward_to(&self, dy: &Rows, input: impl FnOnce(Rows) -> Result<Rows>) -> Result<()> {
+        self.layers.iter().try_for_each(|layer| layer.weight.usable(dy.device()))?;
+        let own = Gradient::new(self, dy);
+        let (dx, inner) = self.backward_input(&own)?;
+        let x = input(dx)?;
+        self.check_gradient(&x, dy)?;
+        self.add_gradients(&x, &own, &inner)
+    }
+
+    /// Returns rows in the dtype of the adapters' products, if there are adapters.
+    fn for_adapters(&self, x: &Rows) -> Option<Rows> {
+        let (adapter, _) = self.adapters().next()?;
+        Some(adapter.factor(x))
+    }
+
+    /// Returns the gradient of the input, and what each adapter computes for its own gradients.
+    fn backward_input(&self, dy: &Gradient) -> Result<(Rows, Vec<adapter::Inner>)> {
+        let mut dx = dy.own.device().backend().linear_dx(None, &dy.own, 0, &self.layers);
+        let mut all = Vec::new();
+        for (adapter, col) in self.adapters().filter(|_| dy.own.rows() > 0) {
+            let (sum, inner) = adapter.backward_input(dx, dy.for_adapters(), col, self.dropout.as_ref())?;
+            dx = sum;
+            all.push(inner);
+        }
+        Ok((dx, all))
+    }
+
+    /// Adds the gradients of weights, biases and adapters to their buffers.
+    fn add_gradients(&self, x: &Rows, dy: &Gradient, inner: &[adapter::Inner]) -> Result<()> {
+        if x.rows() == 0 {
+            return Ok(());
+        }
+        x.device().backend().linear_dw(x, &dy.own, 0, &self.layers);
+        let Some(x) = self.for_adapters(x) else { return Ok(()) };
+        let mut own = self.adapters().zip(inner);
+        own.try_for_each(|((adapter, col), inner)| {
+            adapter.backward_weights(&x, dy.for_adapters(), col, inner)
+        })
+    }
+
+    /// Returns the adapters, with the first column of their outputs.
+    fn adapters(&self) -> impl Iterator<Item = (&Adapter, usize)> {
+        let columns = self.layers.iter().scan(0, |col, layer| Some(std::mem::replace(col, *col + layer.n)));
+        self.layers.iter().zip(columns).filter_map(|(layer, col)| Some((&**layer.weight.adapter()?, col)))
     }
 
     /// Runs [`Self::backward`] without computing the gradient of the input.
     fn backward_weights(&self, x: &Rows, dy: &Rows) -> Result<()> {
-        if self.layers.iter().any(|layer| layer.weight.adapter().is_some()) {
+        if self.adapters().next().is_some() {
             return self.backward(x, dy).map(drop);
         }
         self.check_gradient(x, dy)?;
-        if x.rows() > 0 {
-            dy.device().backend().linear_dw(x, dy, 0, &self.layers);
-        }
-        Ok(())
+        self.add_gradients(x, &Gradient::new(self, dy), &[])
     }
 
     fn check_gradient(&self, x: &Rows, dy: &Rows) -> Result<()> {
@@ -230,6 +269,39 @@ impl PackedLinear {
         }
         Ok(())
     }
+}
+
+/// The gradient of an output, in the dtypes of the products that read it.
+struct Gradient {
+    own: Rows,
+    for_adapters: Option<Rows>,
+}
+
+impl Gradient {
+    fn new(layers: &PackedLinear, dy: &Rows) -> Self {
+        let own = dy.device().backend().factor(dy, &layers.layers);
+        Self { own, for_adapters: layers.for_adapters(dy) }
+    }
+
+    fn for_adapters(&self) -> &Rows {
+        self.for_adapters.as_ref().unwrap_or(&self.own)
+    }
+}
+
+/// Returns whether a device can multiply by these layers as by one: their weights are dense and of one dtype, and all of them or
+/// none have a bias.
+fn are_alike(layers: &[Linear]) -> bool {
+    let Some(first) = layers.first() else { return false };
+    let alike = |layer: &Linear| {
+        layer.weight.dtype() == first.weight.dtype() && layer.bias.is_some() == first.bias.is_some()
+    };
+    !matches!(first.weight.dtype(), ParamDtype::Quantised(_)) && layers.iter().all(alike)
+}
+
+/// Returns whether a GPU stores the gradient of the layers' input in bf16: it is one product, of bf16 weights, to which no adapter adds.
+fn has_narrow_dx(layers: &[Linear]) -> bool {
+    let narrow = |layer: &Linear| layer.weight.dtype() != ParamDtype::F32 && layer.weight.adapter().is_none();
+    (layers.len() == 1 || are_alike(layers)) && layers.iter().all(narrow)
 }
 
 impl Op for PackedLinear {

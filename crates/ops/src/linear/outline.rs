@@ -3,8 +3,7 @@
 use omnigrpo_gpu::{Dtype, few_rows_scratch};
 use omnigrpo_kernels::dropout::Mask;
 
-use crate::outline::{Outline, Span, card, dtype, factor, product, reach, same};
-use crate::param::ParamDtype;
+use crate::outline::{Outline, Span, card, dtype, factor, product, reach, rounded, same};
 use crate::work::{note_dw, note_dx, note_elements, note_linear};
 
 use super::*;
@@ -28,6 +27,14 @@ fn factors(x: &Rows, layers: &[Linear]) -> [Option<Span>; 2] {
 }
 
 impl LinearOps for Outline {
+    fn factor(&self, x: &Rows, layers: &[Linear]) -> Rows {
+        let wanted = layers.first().map_or(Dtype::F32, |layer| factor(layer.weight()));
+        match card().is_some() && wanted != dtype(x) {
+            true => rounded(x, wanted),
+            false => x.clone(),
+        }
+    }
+
     fn linear(&self, x: &Rows, layers: &[Linear], onto: Onto, order: Order) -> Rows {
         note_linear(x.rows(), layers, order);
         let out = match onto {
@@ -52,10 +59,9 @@ impl LinearOps for Outline {
     fn linear_dx(&self, dx: Option<Rows>, dy: &Rows, _: usize, layers: &[Linear]) -> Rows {
         note_dx(dy.rows(), layers);
         let mut dx = dx.unwrap_or_else(|| {
-            // A GPU sums the products of several layers in f32.
-            let sum =
-                if layers.len() > 1 { Dtype::F32 } else { product(dy, layers.iter().map(Linear::weight)) };
-            Rows::on_outline(sum, dy.rows(), layers.first().map_or(0, Linear::k))
+            let narrow = card().is_some() && has_narrow_dx(layers);
+            let dtype = if narrow { Dtype::Bf16 } else { Dtype::F32 };
+            Rows::on_outline(dtype, dy.rows(), layers.first().map_or(0, Linear::k))
         });
         dx.touch();
         drop(factors(dy, layers));

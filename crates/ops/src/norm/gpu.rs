@@ -1,6 +1,6 @@
 //! Normalisation on a GPU.
 
-use omnigrpo_gpu::Array;
+use omnigrpo_gpu::{Array, Dtype};
 
 use crate::gpu::Card;
 
@@ -44,12 +44,14 @@ impl NormOps for Card {
         let (rows, h) = x.dims();
         let [x, stats, dy] = [x, stats, dy].map(|rows| self.of(rows));
         self.vector(norm.weight(), |weight| {
+            // The layers before a stream in f32 read its gradient in bf16.
+            let rounds = x.dtype() == Dtype::F32 && weight.dtype() == Dtype::Bf16;
             self.change(dx, |dx| match norm {
-                Norm::Rms { .. } => self.gpu.rms_back(dx, dy, x, stats, weight),
+                Norm::Rms { .. } => self.gpu.rms_back(dx, dy, x, stats, weight, rounds),
                 Norm::AroundOne { .. } => {
-                    self.gpu.rms_back(dx, dy, x, stats, &self.gpu.shifted(weight, 1.0));
+                    self.gpu.rms_back(dx, dy, x, stats, &self.gpu.shifted(weight, 1.0), rounds);
                 }
-                Norm::Layer { .. } => self.gpu.layer_back(dx, dy, x, stats, weight),
+                Norm::Layer { .. } => self.gpu.layer_back(dx, dy, x, stats, weight, rounds),
             });
         });
         match norm {

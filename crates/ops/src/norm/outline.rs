@@ -15,6 +15,7 @@ impl NormOps for Outline {
     fn norm_back(&self, dx: &mut Rows, _: &Rows, _: &Rows, _: &Rows, norm: &Norm) {
         note(|| Call::Norm { rows: dx.rows(), dim: dx.cols(), back: true });
         dx.touch();
+        dx.round_stream(norm.weight());
         reach(norm.weight());
         if let Norm::Layer { bias, .. } = norm {
             reach(bias);

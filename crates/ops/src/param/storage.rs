@@ -402,6 +402,15 @@ impl Param {
         }
     }
 
+    /// Returns the place of the copy on a GPU.
+    pub(crate) fn copy(&self) -> &crate::gpu::Copy {
+        match &self.storage.data {
+            Data::Dense(values) => &values.copy,
+            Data::Mapped(mapped) => &mapped.copy,
+            Data::Quantised(matrix) => &matrix.copy,
+        }
+    }
+
     /// Changes the copy on a GPU in place by `f`, and returns true. Returns false if there is none, or if somebody else holds it.
     pub(crate) fn change_on_gpu(&self, device: Device, f: impl FnOnce(&mut omnigrpo_gpu::Array)) -> bool {
         match &self.storage.data {

@@ -100,7 +100,7 @@ impl RecurrentOps for Card {
         let [dx, dgate] = self.vector(&layer.weight, |weight| {
             let [dnormed, dgate] = self.gpu.gated_norm_back(dy, x, gate, stats, weight);
             let mut dx = self.gpu.zeros(x.len(), x.dtype());
-            self.gpu.rms_back(&mut dx, &dnormed, x, stats, weight);
+            self.gpu.rms_back(&mut dx, &dnormed, x, stats, weight, false);
             self.accumulate(&layer.weight, |dw| self.gpu.norm_weight(dw, &dnormed, x, None, (stats, 0)));
             [dx, dgate]
         });
