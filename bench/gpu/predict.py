@@ -178,8 +178,13 @@ def product(rows, n, k, split=False):
 
 
 def product_back(rows, n, k):
-    """Returns seconds of both gradients of a product. That of the weight is added to f32 numbers."""
-    return product(rows, k, n, True) + product(n, k, rows, True) + 8 * n * k / COPY
+    """Returns seconds of both gradients of a product."""
+    return product(rows, k, n, True) + product_of_weight(rows, n, k)
+
+
+def product_of_weight(rows, n, k):
+    """Returns seconds of the gradient of a weight, which is added to f32 numbers."""
+    return product(n, k, rows, True) + 8 * n * k / COPY
 
 
 def parts_of(tiles, k):
@@ -269,23 +274,40 @@ class Model:
         h, q, kv, inner = self.h, self.q, self.kv, self.inner
         return [(q, h), (kv, h), (kv, h), (h, q), (inner, h), (inner, h), (h, inner)]
 
-    def elementwise(self, backward=True):
+    def joined(self):
+        """Returns the outputs and inputs of a layer's products, with q, k and v in one, and gate and up."""
+        h, q, kv, inner = self.h, self.q, self.kv, self.inner
+        return [(q + 2 * kv, h), (h, q), (2 * inner, h), (h, inner)]
+
+    def pass_products(self, when, rows, backward=True):
+        """Returns seconds of a layer's products. The gradients of weights are a product for each weight."""
+        shapes = self.products() if when == "before" else self.joined()
+        secs = sum(product(rows, n, k) + (product(rows, k, n, True) if backward else 0) for n, k in shapes)
+        return secs + (sum(product_of_weight(rows, n, k) for n, k in self.products()) if backward else 0)
+
+    def elementwise(self, when, backward=True):
         """Returns the bytes that kernels besides products and attention move for a token and layer.
 
-        The weights are bf16. The residual stream and its gradient are f32; so is the input's gradient of a layer whose output's gradient
-        is f32. Other rows are bf16.
+        The weights are bf16. The residual stream and its gradient are f32. Other rows are bf16. Before, the input's gradient of a layer was
+        f32 if its output's gradient was, or if several products were added.
         """
         h, inner, q, kv = self.h, self.inner, self.q, self.kv
         norms, swiglu, biases, rotation = 2 * 6 * h, 6 * inner, 2 * (q + 2 * kv), 4 * (q + kv)
         forward = norms + biases + rotation + swiglu
         if not backward:
             return forward
-        # Norms and SwiGLU are computed again. The residual's gradient is rounded for each product with it, in two layers.
-        back = norms + swiglu + 2 * 2 * 6 * h
-        # Gradients of both norms, with those of their weights, and of SwiGLU.
-        back += 2 * (16 + 8) * h + 12 * inner
-        # Attention: the products of outputs and their gradients, the rounded gradients, and the sum over the query heads of a key head.
-        back += 6 * q + 6 * q + 16 * q + 4 * kv
+        # Norms are computed again. Attention adds over the query heads of a key head.
+        back = norms + 16 * q + 4 * kv
+        if when == "before":
+            # SwiGLU was computed again. The residual's gradient was rounded for each product with it, in two layers.
+            back += swiglu + 2 * 2 * 6 * h
+            # Gradients of both norms, with those of their weights, and of SwiGLU.
+            back += 2 * (16 + 8) * h + 12 * inner
+            # Attention: the products of outputs and their gradients, and the rounded gradients.
+            back += 6 * q + 6 * q
+        else:
+            # The norms' gradients leave the residual's gradient in bf16, too. SwiGLU is computed again with its gradient.
+            back += 2 * (2 + 14 + 6) * h + 12 * inner + 4 * q
         return forward + back + rotation + biases
 
     def useful(self, rows, targets):
@@ -294,21 +316,21 @@ class Model:
 
     def prefill(self, when, rows):
         """Returns seconds of a prompt."""
-        products = self.layers * sum(product(rows, n, k) for n, k in self.products())
+        products = self.layers * self.pass_products(when, rows, False)
         attention = self.layers * 2 * rows * rows * self.q / attention_rates(when, self.heads, [rows])[0]
-        return products + attention + self.layers * rows * self.elementwise(False) / SMALL
+        return products + attention + self.layers * rows * self.elementwise(when, False) / SMALL
 
     def policy(self, when, prompt, group, tokens):
         """Returns seconds of a forward and backward pass over a packed group."""
         rows, targets = prompt + group * (tokens - 1), group * tokens
-        layer = sum(product(rows, n, k) + product_back(rows, n, k) for n, k in self.products())
+        layer = self.pass_products(when, rows)
         # Logits are computed again in the backward pass, and written and read in f32.
         head = 4 * product(targets, self.vocab, self.h) + 8 * targets * self.vocab / COPY
         seen = prompt * prompt / 2 + targets * (prompt + tokens / 2)
         flop = 2 * seen * self.q * self.layers
         forward, backward = attention_rates(when, self.heads, [prompt] + group * [tokens])
         attention = FORWARD * flop / forward + BACKWARD * flop / backward
-        return self.layers * layer + head + attention + self.layers * rows * self.elementwise() / SMALL
+        return self.layers * layer + head + attention + self.layers * rows * self.elementwise(when) / SMALL
 
     def cache(self, rows, prompt, tokens):
         """Returns bytes of keys and values that a decoding step reads: the prompt's once, and half of the completions'."""
@@ -320,8 +342,7 @@ class Model:
 
     def layer_step(self, when, rows, bits="16"):
         """Returns seconds of a layer in a decoding step: products, and all else."""
-        q, kv, h, inner = self.q, self.kv, self.h, self.inner
-        joined = [(q + 2 * kv, h), (h, q), (2 * inner, h), (h, inner)]
+        inner, joined = self.inner, self.joined()
         # Norms come before q|k|v and gate|up, and attention before the projection.
         products = sum(few_rows(when, rows, n, k, bits, activation=n == 2 * inner, follows_idle=k != inner) for n, k in joined)
         return products, IN_TURN[when] * kernel(when) + ROW * max(0, rows - 8)
@@ -402,7 +423,7 @@ def steps_of_layer():
     lines = ["| model, rows | | kernels | bytes of weights | instructions of products | products | all else | a layer | a step |", "|---|---|---|---|---|---|---|---|---|"]
     for model, rows in ((models()[0], 8), (models()[0], 64), (models()[1], 8)):
         for when in KERNELS:
-            joined = [(model.q + 2 * model.kv, model.h), (model.h, model.q), (2 * model.inner, model.h), (model.h, model.inner)]
+            joined = model.joined()
             issued = sum(4 * -(-n // 64) * -(-k // 64) * loop_of(when, rows, activation=n == 2 * model.inner).all for n, k in joined)
             products, rest = model.layer_step(when, rows)
             step = model.decode(when, rows, 1792, 256 if rows == 8 else 64)

@@ -1,7 +1,8 @@
 //! Matrix products computed by cuBLASLt.
 //!
 //! The plan for a shape is the first one that cuBLASLt's heuristic returns. It is never the result of a measurement, so the same
-//! library gives the same bits. Matrices in this crate are row-major and those of cuBLASLt are column-major, so cuBLASLt computes
+//! library gives the same bits. The heuristic takes 20 to 100 µs, and nearly every pass and every expert has another number of rows. So
+//! the number of rows is rounded up to a multiple of 64 for the plan. Matrices in this crate are row-major and those of cuBLASLt are column-major, so cuBLASLt computes
 //! `cᵀ = bᵀ aᵀ`.
 
 use std::ffi::{c_int, c_void};
@@ -24,6 +25,7 @@ functions! {
         cublasLtGetVersion() -> usize;
         cublasLtCreate(*mut sys::cublasLtHandle_t) -> sys::cublasStatus_t;
         cublasLtMatrixLayoutCreate(*mut sys::cublasLtMatrixLayout_t, sys::cudaDataType, u64, u64, i64) -> sys::cublasStatus_t;
+        cublasLtMatrixLayoutSetAttribute(sys::cublasLtMatrixLayout_t, sys::cublasLtMatrixLayoutAttribute_t, *const c_void, usize) -> sys::cublasStatus_t;
         cublasLtMatrixLayoutDestroy(sys::cublasLtMatrixLayout_t) -> sys::cublasStatus_t;
         cublasLtMatmulDescCreate(*mut sys::cublasLtMatmulDesc_t, sys::cublasComputeType_t, sys::cudaDataType) -> sys::cublasStatus_t;
         cublasLtMatmulDescDestroy(sys::cublasLtMatmulDesc_t) -> sys::cublasStatus_t;
@@ -71,8 +73,27 @@ impl Key {
     }
 }
 
+/// Number of rows of which a plan's size is a multiple.
+const UNIT: usize = 64;
+
+/// Returns a product of the same kind whose numbers of rows are multiples of [`UNIT`]. What has its elements next to each other in a
+/// matrix keeps its size, since plans differ in the alignment that they need.
+fn rounded(p: &Product) -> Product {
+    let up = |size: usize, is_row: bool| if is_row { size.next_multiple_of(UNIT) } else { size };
+    Product { m: up(p.m, !p.a.transposed), k: up(p.k, p.a.transposed && !p.b.transposed), ..*p }
+}
+
+/// Returns the numbers of rows and columns of the layouts of `b`, `a` and `c`. A row-major `[rows, cols]` matrix is a column-major
+/// `[cols, rows]` matrix.
+fn layout_sizes(p: &Product) -> [[u64; 2]; 3] {
+    let of = |factor: Factor, rows, cols| if factor.transposed { [rows, cols] } else { [cols, rows] };
+    [of(p.b, p.k, p.n), of(p.a, p.m, p.k), [p.n, p.m]].map(|sizes| sizes.map(|size| size as u64))
+}
+
 #[derive(Clone, Copy)]
 struct Plan {
+    /// Sizes that the layouts have now.
+    sizes: [[u64; 2]; 3],
     operation: sys::cublasLtMatmulDesc_t,
     layouts: [sys::cublasLtMatrixLayout_t; 3],
     algorithm: sys::cublasLtMatmulAlgo_t,
@@ -89,7 +110,7 @@ impl Blas {
     /// Size of the workspace in bytes, as NVIDIA recommends for Hopper.
     pub(crate) const WORKSPACE: usize = 32 << 20;
 
-    /// Number of plans that are kept. A pass needs about 40, and nearly every pass has another number of rows.
+    /// Number of plans that are kept. A pass needs about 40.
     const MOST_PLANS: usize = 512;
 
     /// Loads cuBLASLt. `workspace` is the address of [`Self::WORKSPACE`] bytes of the current GPU.
@@ -104,21 +125,36 @@ impl Blas {
     }
 
     pub(crate) fn product(&self, p: &Product, stream: CUstream) -> Result<()> {
-        let failed =
-            |error: CublasError| Error::Product { m: p.m, n: p.n, k: p.k, what: format!("{:?}", error.0) };
-        // The lock is held until the product is queued. No other thread can then destroy its plan.
+        // The lock is held until the product is queued. No other thread can then destroy its plan, or change its sizes.
         let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = Key::new(p);
-        let plan = match plans.get(&key) {
-            Some(&plan) => plan,
-            None => {
-                let plan = self.plan(p, key).map_err(failed)?;
-                if let Some(forgotten) = plans.insert(key, plan) {
-                    self.destroy(&forgotten);
-                }
-                plan
+        let planned = rounded(p);
+        let mut done = self.queue(&mut plans, p, &planned, stream);
+        // A plan for more rows need not be one for these.
+        if done.is_err() && layout_sizes(&planned) != layout_sizes(p) {
+            done = self.queue(&mut plans, p, p, stream);
+        }
+        done.map_err(|error| Error::Product { m: p.m, n: p.n, k: p.k, what: format!("{:?}", error.0) })
+    }
+
+    /// Queues a product with the plan of another one, which may have more rows.
+    fn queue(
+        &self,
+        plans: &mut Recent<Key, Plan>,
+        p: &Product,
+        planned: &Product,
+        stream: CUstream,
+    ) -> std::result::Result<(), CublasError> {
+        let key = Key::new(planned);
+        if plans.get(&key).is_none() {
+            let plan = self.plan(planned, key)?;
+            if let Some(forgotten) = plans.insert(key, plan) {
+                self.destroy(&forgotten);
             }
+        }
+        let Some(plan) = plans.get(&key) else {
+            return Err(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_INTERNAL_ERROR));
         };
+        self.resize(plan, layout_sizes(p))?;
         let (alpha, beta) = (1.0f32, if p.plus.is_some() { 1.0f32 } else { 0.0 });
         let [first, second, out] = plan.layouts;
         // SAFETY: the handles are alive, and the addresses belong to arrays at least as large as the layouts state.
@@ -143,7 +179,26 @@ impl Blas {
             )
         }
         .result()
-        .map_err(failed)
+    }
+
+    /// Sets the sizes of a plan's layouts.
+    fn resize(&self, plan: &mut Plan, sizes: [[u64; 2]; 3]) -> std::result::Result<(), CublasError> {
+        use sys::cublasLtMatrixLayoutAttribute_t as Attribute;
+        if plan.sizes == sizes {
+            return Ok(());
+        }
+        let names = [Attribute::CUBLASLT_MATRIX_LAYOUT_ROWS, Attribute::CUBLASLT_MATRIX_LAYOUT_COLS];
+        for (&layout, sizes) in plan.layouts.iter().zip(&sizes) {
+            for (name, size) in names.into_iter().zip(sizes) {
+                // SAFETY: the layout is alive, and the attribute is a number of 8 bytes.
+                unsafe {
+                    let to = std::ptr::from_ref(size).cast();
+                    (self.functions.cublasLtMatrixLayoutSetAttribute)(layout, name, to, 8).result()?;
+                }
+            }
+        }
+        plan.sizes = sizes;
+        Ok(())
     }
 
     fn destroy(&self, plan: &Plan) {
@@ -160,28 +215,15 @@ impl Blas {
         use sys::cublasLtMatmulDescAttributes_t as Descriptor;
         use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
         let f = &self.functions;
+        let sizes = layout_sizes(p);
         let mut layouts = [std::ptr::null_mut(); 3];
         let (mut operation, mut preference) = (std::ptr::null_mut(), std::ptr::null_mut());
         // SAFETY: all addresses are valid, and each attribute is set to a value of its type and size.
         unsafe {
-            // A row-major [rows, cols] matrix is a column-major [cols, rows] matrix.
-            let mut layout = |at: usize, dtype, rows: usize, cols: usize, ld: usize| {
-                let type_ = data_type(dtype);
-                (f.cublasLtMatrixLayoutCreate)(
-                    &raw mut layouts[at],
-                    type_,
-                    cols as u64,
-                    rows as u64,
-                    ld as i64,
-                )
-                .result()
-            };
-            for (at, factor, rows, cols) in [(0, p.b, p.k, p.n), (1, p.a, p.m, p.k)] {
-                let Factor { dtype, ld, transposed, .. } = factor;
-                let [rows, cols] = if transposed { [cols, rows] } else { [rows, cols] };
-                layout(at, dtype, rows, cols, ld)?;
+            let kinds = [(p.b.dtype, p.b.ld), (p.a.dtype, p.a.ld), (p.c_dtype, p.ldc)];
+            for ((layout, (dtype, ld)), [rows, cols]) in layouts.iter_mut().zip(kinds).zip(sizes) {
+                (f.cublasLtMatrixLayoutCreate)(layout, data_type(dtype), rows, cols, ld as i64).result()?;
             }
-            layout(2, p.c_dtype, p.m, p.n, p.ldc)?;
             let sums = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
             (f.cublasLtMatmulDescCreate)(&raw mut operation, sums, sys::cudaDataType::CUDA_R_32F).result()?;
             // These are the values of CUBLAS_OP_N and CUBLAS_OP_T in cublas_api.h, which the bindings of cuBLASLt lack.
@@ -230,7 +272,7 @@ impl Blas {
             }
             let found = found.assume_init();
             found.state.result()?;
-            Ok(Plan { operation, layouts, algorithm: found.algo })
+            Ok(Plan { sizes, operation, layouts, algorithm: found.algo })
         }
     }
 }

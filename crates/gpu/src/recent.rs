@@ -17,7 +17,7 @@ impl<K: Copy + Eq + Hash, V> Recent<K, V> {
         Self { most, uses: 0, entries: HashMap::new() }
     }
 
-    pub(crate) fn get(&mut self, key: &K) -> Option<&V> {
+    pub(crate) fn get(&mut self, key: &K) -> Option<&mut V> {
         self.uses += 1;
         let (used, value) = self.entries.get_mut(key)?;
         *used = self.uses;
@@ -45,7 +45,7 @@ mod tests {
         let mut table = Recent::new(3);
         assert_eq!([1, 2, 3].map(|key| table.insert(key, 10 * key)), [None; 3]);
         // 2 is now the oldest.
-        assert_eq!(table.get(&1), Some(&10));
+        assert_eq!(table.get(&1), Some(&mut 10));
         assert_eq!(table.insert(4, 40), Some(20));
         assert_eq!([1, 2, 3, 4].map(|key| table.get(&key).copied()), [Some(10), None, Some(30), Some(40)]);
         assert_eq!(table.insert(3, 31), Some(30), "a replaced value is handed back");

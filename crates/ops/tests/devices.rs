@@ -2122,3 +2122,89 @@ fn sizes_of_recurrent_layers_are_checked() {
         assert!(CausalConv::new(param("conv", &shape, 1)).is_err(), "{shape:?}");
     }
 }
+
+/// The weights of layers with one input become neighbours at the first product of many rows, which is then one for all of them. They
+/// stay neighbours while steps change them. Weights whose rows would not be aligned keep their products.
+#[test]
+fn layers_with_one_input_are_one_product() {
+    let device = card();
+    let Device::Gpu(gpu) = device else { unreachable!("the card of tests") };
+    let kernels = || gpu.traffic().map_or(0, |[_, _, kernels]| kernels);
+    let narrow = |values: Values, low: bool| if low { values.into_bf16() } else { values };
+    for (low, has_bias, k, sizes) in [
+        (false, true, 8, [16, 8, 24]),
+        (true, true, 8, [16, 8, 24]),
+        (true, false, 16, [8, 8, 8]),
+        (true, true, 7, [3, 5, 2]),
+    ] {
+        let what = format!("bf16: {low}, biases: {has_bias}, {sizes:?} of {k}");
+        let weight = |shape: &[usize], seed| {
+            let values = narrow(Values::F32(noise(shape.iter().product(), seed)), low);
+            let param = Arc::new(Param::new("w", Part::Llm, shape, values).unwrap());
+            param.set_trainable(true);
+            param
+        };
+        let layers = [0, 1, 2].map(|i| {
+            let bias = has_bias.then(|| weight(&[sizes[i]], 10 + i as u32));
+            Linear::new(weight(&[sizes[i], k], i as u32), bias).unwrap()
+        });
+        let (pass, rows) = (Pass::on(device), 5);
+        let x = Rows::upload(device, noise(rows * k, 4), rows, k).unwrap();
+        let forward = |layers: &[&Linear]| {
+            let before = kernels();
+            let y = PackedLinear::new(layers, &pass).forward(&x).unwrap();
+            (y, kernels() - before)
+        };
+        // The same values in other memory.
+        let alone = |layer: &Linear| {
+            let copy = |param: &Arc<Param>| Arc::new(param.frozen_copy());
+            let layer = Linear::new(copy(layer.weight()), layer.bias().map(copy)).unwrap();
+            forward(&[&layer]).0.to_f64()
+        };
+        let all: Vec<&Linear> = layers.iter().collect();
+        let is_joined = k % 8 == 0;
+        let mut moments: Vec<Moments> =
+            layers.iter().flat_map(Linear::params).map(|_| Moments::default()).collect();
+        for step in 0..3 {
+            let (y, count) = forward(&all);
+            let (y, width) = (y.to_f64(), sizes.iter().sum::<usize>());
+            let mut first = 0;
+            for layer in &layers {
+                let own = y.chunks(width).flat_map(|row| &row[first..first + layer.n()]);
+                assert_eq!(own.copied().collect::<Vec<_>>(), alone(layer), "{what}, step {step}");
+                first += layer.n();
+            }
+            // A copy of the input in bf16, and the biases. The first product copies weights.
+            let biases = if !has_bias {
+                0
+            } else if is_joined {
+                1
+            } else {
+                3
+            };
+            if (step > 0 || !is_joined) && gpu.ordinal().is_none() {
+                assert_eq!(count, u64::from(low) + biases, "{what}, step {step}");
+            }
+            let dy = Rows::upload(device, noise(rows * width, 5), rows, width).unwrap();
+            let dx = PackedLinear::new(&all, &pass).backward(&x, &dy).unwrap();
+            let size = if low && is_joined { 2 } else { 4 };
+            assert_eq!(dx.num_bytes(), size * dx.len(), "{what}");
+            let how = Step {
+                lr: 0.1,
+                betas: [0.9, 0.99],
+                eps: 1e-3,
+                weight_decay: 0.1,
+                grad_scale: 1.0,
+                master: low,
+                random: false,
+                eight_bits: false,
+                offload: false,
+            };
+            for (param, moments) in layers.iter().flat_map(Linear::params).zip(&mut moments) {
+                assert!(param.adamw(moments, &how).unwrap());
+                param.clear_grad();
+            }
+        }
+        device.finish().unwrap();
+    }
+}

@@ -23,6 +23,9 @@ type Error = Box<dyn std::error::Error>;
 /// Products in the attention of a row with the keys that it sees: forward, and backward in the two kernels for queries and for keys.
 const ATTENTION_PRODUCTS: [f64; 2] = [2.0, 3.0 + 4.0];
 
+/// Inner width of the tower of Qwen2.5-VL, whose rows do not begin at multiples of 16 bytes, and the next one whose rows do.
+const TOWER: [usize; 2] = [3420, 3424];
+
 fn device(name: &str) -> Result<Device, Error> {
     match name.strip_prefix("cuda:") {
         Some(ordinal) => {
@@ -142,6 +145,18 @@ fn parts(model: &Model, rows: usize, batch: usize) -> Result<(), Error> {
                 );
             }
         }
+    }
+    for k in TOWER {
+        let (n, name) = (1280, format!("of {} bytes a row", 2 * k));
+        let values = Values::F32(numbers(n * k)).into_bf16();
+        let layer = Linear::new(Arc::new(Param::new("tower", Part::Vision, &[n, k], values)?), None)?;
+        let (x, packed) = (normed(device, rows, k)?, PackedLinear::new(&[&layer], &pass));
+        let secs = least(device, 5, || Ok(packed.forward(&x)?))?;
+        let flops = 2.0 * (rows * n * k) as f64;
+        told(
+            "product of a tower",
+            json!({ "name": name, "rows": rows, "n": n, "k": k, "secs": secs, "flops": flops }),
+        );
     }
     let heads = model.decoder().config().heads;
     let width = heads.packed_width();

@@ -18,7 +18,7 @@ import run
 
 TOOLS = ["memcheck", "initcheck", "racecheck", "synccheck"]
 MEASURED = [
-    "product", "product, backward", "attention", "attention, backward", "prefill", "decode", "decode, launched one by one", "policy", "optimizer",
+    "product", "product, backward", "product of a tower", "attention", "attention, backward", "prefill", "decode", "decode, launched one by one", "policy", "optimizer",
     "optimizer, offloaded",
 ]  # fmt: skip
 # Words in doctor's check that the page shows.

@@ -10,7 +10,7 @@ enum Status { SUCCESS = 0, INVALID_VALUE = 7, EXECUTION_FAILED = 13, NOT_SUPPORT
 /// Values of cudaDataType and cublasComputeType_t.
 enum Type { R_32F = 0, R_16BF = 14, COMPUTE_32F = 68 };
 /// Attributes of descriptors and preferences.
-enum Attribute { DESC_TRANSA = 3, DESC_TRANSB = 4, PREF_MAX_WORKSPACE = 1, PREF_MIN_ALIGNMENT_A = 5, PREF_MIN_ALIGNMENT_D = 8 };
+enum Attribute { LAYOUT_ROWS = 2, LAYOUT_COLS = 3, DESC_TRANSA = 3, DESC_TRANSB = 4, PREF_MAX_WORKSPACE = 1, PREF_MIN_ALIGNMENT_A = 5, PREF_MIN_ALIGNMENT_D = 8 };
 
 struct Layout {
     int type;
@@ -29,10 +29,11 @@ struct Preference {
     /// Alignment in bytes of A, B, C and D.
     uint32_t alignment[4] = {256, 256, 256, 256};
 };
-/// The first bytes of an algorithm: what its preference promised.
+/// The first bytes of an algorithm: what its preference promised, and the sizes of C.
 struct Algorithm {
     uint64_t workspace;
     uint32_t alignment[4];
+    uint64_t rows, cols;
 };
 /// cublasLtMatmulHeuristicResult_t.
 struct Heuristic {
@@ -66,6 +67,16 @@ EXPORTED int cublasLtDestroy(void*) { return SUCCESS; }
 EXPORTED int cublasLtMatrixLayoutCreate(void** layout, int type, uint64_t rows, uint64_t cols, int64_t ld) {
     *layout = new Layout{type, rows, cols, ld};
     return SUCCESS;
+}
+
+EXPORTED int cublasLtMatrixLayoutSetAttribute(void* handle, int attribute, const void* value, size_t bytes) {
+    auto layout = static_cast<Layout*>(handle);
+    if (bytes != 8) return refused("an attribute of a layout with " + std::to_string(bytes) + " bytes");
+    switch (attribute) {
+    case LAYOUT_ROWS: memcpy(&layout->rows, value, 8); return SUCCESS;
+    case LAYOUT_COLS: memcpy(&layout->cols, value, 8); return SUCCESS;
+    default: return refused("attribute " + std::to_string(attribute) + " of a layout, which the stand-in lacks");
+    }
 }
 
 EXPORTED int cublasLtMatrixLayoutDestroy(void* layout) {
@@ -141,6 +152,8 @@ EXPORTED int cublasLtMatmulAlgoGetHeuristic(void*, void* op, void* a, void* b, v
     *result = {};
     result->promised.workspace = promised->workspace;
     memcpy(result->promised.alignment, promised->alignment, sizeof promised->alignment);
+    result->promised.rows = static_cast<Layout*>(c)->rows;
+    result->promised.cols = static_cast<Layout*>(c)->cols;
     result->workspace = promised->workspace;
     *count = 1;
     stand_in_count("plans", 1);
@@ -211,6 +224,8 @@ EXPORTED int cublasLtMatmul(void*, void* op, const float* alpha, const void* at_
     Product product{*static_cast<Descriptor*>(op), *static_cast<Layout*>(a), *static_cast<Layout*>(b), *static_cast<Layout*>(d),
                     static_cast<const char*>(at_a), static_cast<const char*>(at_b), static_cast<const char*>(at_c), static_cast<char*>(at_d), *alpha, *beta};
     if (int status = check(product.op, product.a, product.b, product.c)) return status;
+    bool exact = algorithm->rows == product.c.rows && algorithm->cols == product.c.cols;
+    if (!exact && setting("STAND_IN_EXACT_PLANS", 0ull)) return NOT_SUPPORTED;
     if (c != d) return refused("C and D with two layouts, which the stand-in lacks");
     if (Address(workspace) % 256) return refused("a workspace that is not aligned to 256 bytes");
     if (workspace_bytes && !stand_in_holds(Address(workspace), workspace_bytes)) return refused("a workspace outside of its allocation");

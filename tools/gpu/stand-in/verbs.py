@@ -145,6 +145,17 @@ def checks_in_time(program, place):
     return f"{secs} s, {compiled} of {all_} files compiled; {count} checked the second time"
 
 
+def plans(program, place, line):
+    """Trains experts, which have different numbers of rows, with plans for rounded numbers of rows, and where none of them supports other sizes."""
+    reports = [
+        run(program, place, line.replace("OUT", f"plans-{exact}"), "cuda:0", STAND_IN_EXACT_PLANS=str(exact))[1][0] for exact in (0, 1)]
+    compare(place / "plans-0/metrics.jsonl", place / "plans-1/metrics.jsonl", 10)
+    few, many = (report["plans"] for report in reports)
+    if not 2 * few <= many:
+        raise Failure(f"{few} plans, and {many} where each product needs its own")
+    return f"{reports[0]['products']:,} products by {few} plans, or by {many} where each size needs its own"
+
+
 def load(path):
     """Looks for the load of the card in the metrics of each step: the defaults of the stand-in's NVML."""
     steps = [row for row in map(json.loads, path.read_text().splitlines()) if "step_time" in row]
@@ -190,6 +201,7 @@ def cases(program, place):
         of = lambda line, family=family: line.replace("qwen2_5_vl_tied", family)  # noqa: E731
         yield f"sft, {family}", both(f"sft-{family}", of(sft), metrics, 10)
         yield f"generate, {family}", both(f"generate-{family}", of(generate), ["OUT.jsonl"], 10, replays=True)
+    yield "sft, aria, plans", lambda: plans(program, place, sft.replace("qwen2_5_vl_tied", "aria"))
     score = f"score {MODEL} --input given.jsonl --output OUT.jsonl"
     yield "score", both("score", score, ["OUT.jsonl"], 20)
     # NVRTC 13.0 does not know this architecture, so the driver has to compile PTX.
