@@ -2,8 +2,9 @@
 //!
 //! An array is bf16 if all its sources are. A product with a bf16 or quantised weight rounds its other factor to bf16. Its output
 //! is bf16 only if that factor was already bf16. The residual stream begins with f32 values and therefore stays f32. A norm with
-//! a bf16 weight reads the residual stream, and everything computed from its output is bf16 until it is added to the stream. With
-//! f32 weights, everything is f32. Statistics, log-probabilities and gradients of weights are always f32.
+//! a bf16 weight reads the residual stream, and everything computed from its output is bf16 until it is added to the stream. The
+//! gradient of a layer's input is bf16 if it is one product with bf16 weights, to which no adapter adds. With f32 weights, everything
+//! is f32. Statistics, log-probabilities and gradients of weights and of the stream are always f32.
 
 use std::fmt;
 use std::ops::Range;
