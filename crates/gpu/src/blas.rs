@@ -34,6 +34,7 @@ functions! {
         cublasLtMatmulPreferenceSetAttribute(sys::cublasLtMatmulPreference_t, sys::cublasLtMatmulPreferenceAttributes_t, *const c_void, usize) -> sys::cublasStatus_t;
         cublasLtMatmulPreferenceDestroy(sys::cublasLtMatmulPreference_t) -> sys::cublasStatus_t;
         cublasLtMatmulAlgoGetHeuristic(sys::cublasLtHandle_t, sys::cublasLtMatmulDesc_t, sys::cublasLtMatrixLayout_t, sys::cublasLtMatrixLayout_t, sys::cublasLtMatrixLayout_t, sys::cublasLtMatrixLayout_t, sys::cublasLtMatmulPreference_t, c_int, *mut sys::cublasLtMatmulHeuristicResult_t, *mut c_int) -> sys::cublasStatus_t;
+        cublasLtMatmulAlgoCheck(sys::cublasLtHandle_t, sys::cublasLtMatmulDesc_t, sys::cublasLtMatrixLayout_t, sys::cublasLtMatrixLayout_t, sys::cublasLtMatrixLayout_t, sys::cublasLtMatrixLayout_t, *const sys::cublasLtMatmulAlgo_t, *mut sys::cublasLtMatmulHeuristicResult_t) -> sys::cublasStatus_t;
         cublasLtMatmul(sys::cublasLtHandle_t, sys::cublasLtMatmulDesc_t, *const c_void, *const c_void, sys::cublasLtMatrixLayout_t, *const c_void, sys::cublasLtMatrixLayout_t, *const c_void, *const c_void, sys::cublasLtMatrixLayout_t, *mut c_void, sys::cublasLtMatrixLayout_t, *const sys::cublasLtMatmulAlgo_t, *mut c_void, usize, sys::cudaStream_t) -> sys::cublasStatus_t;
     }
 }
@@ -92,7 +93,7 @@ fn layout_sizes(p: &Product) -> [[u64; 2]; 3] {
 
 #[derive(Clone, Copy)]
 struct Plan {
-    /// Sizes that the layouts have now.
+    /// Sizes that the layouts have now, if the algorithm supports them.
     sizes: [[u64; 2]; 3],
     operation: sys::cublasLtMatmulDesc_t,
     layouts: [sys::cublasLtMatrixLayout_t; 3],
@@ -181,7 +182,7 @@ impl Blas {
         .result()
     }
 
-    /// Sets the sizes of a plan's layouts.
+    /// Sets the sizes of a plan's layouts, and checks that its algorithm supports them.
     fn resize(&self, plan: &mut Plan, sizes: [[u64; 2]; 3]) -> std::result::Result<(), CublasError> {
         use sys::cublasLtMatrixLayoutAttribute_t as Attribute;
         if plan.sizes == sizes {
@@ -196,6 +197,27 @@ impl Blas {
                     (self.functions.cublasLtMatrixLayoutSetAttribute)(layout, name, to, 8).result()?;
                 }
             }
+        }
+        plan.sizes = Default::default();
+        let ([first, second, out], mut found) = (plan.layouts, std::mem::MaybeUninit::uninit());
+        // SAFETY: the handles are alive, and the result has the type that the function writes.
+        let found = unsafe {
+            (self.functions.cublasLtMatmulAlgoCheck)(
+                self.handle,
+                plan.operation,
+                first,
+                second,
+                out,
+                out,
+                &raw const plan.algorithm,
+                found.as_mut_ptr(),
+            )
+            .result()?;
+            found.assume_init()
+        };
+        found.state.result()?;
+        if found.workspaceSize > Self::WORKSPACE {
+            return Err(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED));
         }
         plan.sizes = sizes;
         Ok(())

@@ -242,21 +242,30 @@ impl Copy {
     /// Makes the copies of several weights on `device` neighbours in its memory, if they are not, and returns the array of all of
     /// them. Returns `None` if one has no dense copy there, or if the arrays cannot be joined now.
     fn join(copies: &[&Self], device: Device, gpu: &Gpu) -> Option<Arc<Array>> {
-        // Nobody may change a weight between its copy and its replacement.
-        let mut locked: Vec<_> = copies.iter().map(|copy| copy.lock()).collect();
-        let arrays = locked.iter().map(|copy| match copy.as_ref() {
-            Some(There { device: own, weights, .. }) if *own == device => match &**weights {
-                Weights::Dense(array) => Some(array),
-                Weights::Codes(_) => None,
-            },
-            _ => None,
+        let present = |copy: &Self| {
+            let there = copy.lock();
+            there.as_ref().filter(|there| there.device == device).map(|there| Arc::clone(&there.weights))
+        };
+        let before: Vec<Arc<Weights>> = copies.iter().map(|copy| present(copy)).collect::<Option<_>>()?;
+        let arrays = before.iter().map(|weights| match &**weights {
+            Weights::Dense(array) => Some(array),
+            Weights::Codes(_) => None,
         });
         let arrays: Vec<&Array> = arrays.collect::<Option<_>>()?;
         if let Some(whole) = Array::whole(&arrays) {
             return Some(whole);
         }
+        // No weight is locked here: another thread may have exclusive use of the device, and wait for a weight.
         let parts = gpu.joined(&arrays)?;
         let whole = Array::whole(&parts.iter().collect::<Vec<_>>());
+        let mut locked: Vec<_> = copies.iter().map(|copy| copy.lock()).collect();
+        // Nobody changes an array in place that is held here. One that was replaced meanwhile has other values.
+        let same = |(there, before): (&MutexGuard<Option<There>>, &Arc<Weights>)| {
+            there.as_ref().is_some_and(|there| Arc::ptr_eq(&there.weights, before))
+        };
+        if !locked.iter().zip(&before).all(same) {
+            return None;
+        }
         for (there, part) in locked.iter_mut().filter_map(|copy| copy.as_mut()).zip(parts) {
             there.weights = Arc::new(Weights::Dense(part));
         }

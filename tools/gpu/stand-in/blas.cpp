@@ -160,6 +160,21 @@ EXPORTED int cublasLtMatmulAlgoGetHeuristic(void*, void* op, void* a, void* b, v
     return SUCCESS;
 }
 
+/// Returns whether an algorithm supports a result of these sizes.
+static bool supports(const Algorithm& algorithm, const Layout& c) {
+    return (algorithm.rows == c.rows && algorithm.cols == c.cols) || !setting("STAND_IN_EXACT_PLANS", 0ull);
+}
+
+EXPORTED int cublasLtMatmulAlgoCheck(void*, void* op, void* a, void* b, void* c, void*, const Algorithm* algorithm, void* result) {
+    auto& sizes = *static_cast<Layout*>(c);
+    if (int status = check(*static_cast<Descriptor*>(op), *static_cast<Layout*>(a), *static_cast<Layout*>(b), sizes)) return status;
+    auto found = static_cast<Heuristic*>(result);
+    *found = {};
+    found->workspace = algorithm->workspace;
+    found->status = supports(*algorithm, sizes) ? SUCCESS : NOT_SUPPORTED;
+    return found->status;
+}
+
 static float widened(uint16_t x) {
     uint32_t bits = uint32_t(x) << 16;
     float value;
@@ -224,8 +239,7 @@ EXPORTED int cublasLtMatmul(void*, void* op, const float* alpha, const void* at_
     Product product{*static_cast<Descriptor*>(op), *static_cast<Layout*>(a), *static_cast<Layout*>(b), *static_cast<Layout*>(d),
                     static_cast<const char*>(at_a), static_cast<const char*>(at_b), static_cast<const char*>(at_c), static_cast<char*>(at_d), *alpha, *beta};
     if (int status = check(product.op, product.a, product.b, product.c)) return status;
-    bool exact = algorithm->rows == product.c.rows && algorithm->cols == product.c.cols;
-    if (!exact && setting("STAND_IN_EXACT_PLANS", 0ull)) return NOT_SUPPORTED;
+    if (!supports(*algorithm, product.c)) return refused("an algorithm that does not support these sizes");
     if (c != d) return refused("C and D with two layouts, which the stand-in lacks");
     if (Address(workspace) % 256) return refused("a workspace that is not aligned to 256 bytes");
     if (workspace_bytes && !stand_in_holds(Address(workspace), workspace_bytes)) return refused("a workspace outside of its allocation");
