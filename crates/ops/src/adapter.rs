@@ -37,7 +37,7 @@ pub struct Adapter {
     id: u64,
 }
 
-/// What [`Adapter::backward_input`] computes for the gradients of the factors.
+/// Values that [`Adapter::backward_input`] computes for the gradients of the factors.
 pub(crate) struct Inner {
     /// `s · Bᵀ dy`, `[t, r]`
     t: Rows,

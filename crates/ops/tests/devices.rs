@@ -2155,7 +2155,7 @@ fn layers_with_one_input_are_one_product() {
             let y = PackedLinear::new(layers, &pass).forward(&x).unwrap();
             (y, kernels() - before)
         };
-        // The same values in other memory.
+        // A copy is in other memory.
         let alone = |layer: &Linear| {
             let copy = |param: &Arc<Param>| Arc::new(param.frozen_copy());
             let layer = Linear::new(copy(layer.weight()), layer.bias().map(copy)).unwrap();
