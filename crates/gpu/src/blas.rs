@@ -2,8 +2,8 @@
 //!
 //! The plan for a shape is the first one that cuBLASLt's heuristic returns. It is never the result of a measurement, so the same
 //! library gives the same bits. The heuristic takes 20 to 100 µs, and nearly every pass and every expert has another number of rows. So
-//! the number of rows is rounded up to a multiple of 64 for the plan. Matrices in this crate are row-major and those of cuBLASLt are column-major, so cuBLASLt computes
-//! `cᵀ = bᵀ aᵀ`.
+//! the number of rows is rounded up to a multiple of 64 for the plan. Matrices in this crate are row-major and those of cuBLASLt are
+//! column-major, so cuBLASLt computes `cᵀ = bᵀ aᵀ`.
 
 use std::ffi::{c_int, c_void};
 use std::path::PathBuf;
@@ -93,7 +93,7 @@ fn layout_sizes(p: &Product) -> [[u64; 2]; 3] {
 
 #[derive(Clone, Copy)]
 struct Plan {
-    /// Sizes that the layouts have now, if the algorithm supports them.
+    /// Sizes that the layouts have now, or zeros if the algorithm does not support those.
     sizes: [[u64; 2]; 3],
     operation: sys::cublasLtMatmulDesc_t,
     layouts: [sys::cublasLtMatrixLayout_t; 3],
@@ -149,7 +149,7 @@ impl Blas {
         if plans.get(&key).is_none() {
             let plan = self.plan(planned, key)?;
             if let Some(forgotten) = plans.insert(key, plan) {
-                self.destroy(&forgotten);
+                self.destroy(forgotten.layouts, forgotten.operation);
             }
         }
         let Some(plan) = plans.get(&key) else {
@@ -188,6 +188,7 @@ impl Blas {
         if plan.sizes == sizes {
             return Ok(());
         }
+        plan.sizes = Default::default();
         let names = [Attribute::CUBLASLT_MATRIX_LAYOUT_ROWS, Attribute::CUBLASLT_MATRIX_LAYOUT_COLS];
         for (&layout, sizes) in plan.layouts.iter().zip(&sizes) {
             for (name, size) in names.into_iter().zip(sizes) {
@@ -198,9 +199,8 @@ impl Blas {
                 }
             }
         }
-        plan.sizes = Default::default();
-        let ([first, second, out], mut found) = (plan.layouts, std::mem::MaybeUninit::uninit());
-        // SAFETY: the handles are alive, and the result has the type that the function writes.
+        let ([first, second, out], mut found) = (plan.layouts, std::mem::MaybeUninit::zeroed());
+        // SAFETY: the handles are alive. The result is zero where the function does not write it, and valid with zeros.
         let found = unsafe {
             (self.functions.cublasLtMatmulAlgoCheck)(
                 self.handle,
@@ -223,13 +223,16 @@ impl Blas {
         Ok(())
     }
 
-    fn destroy(&self, plan: &Plan) {
-        // SAFETY: the handles are alive, and the plan is no longer in the table.
+    /// Destroys the handles of a plan that no table has. Those that were not created are null.
+    fn destroy(&self, layouts: [sys::cublasLtMatrixLayout_t; 3], operation: sys::cublasLtMatmulDesc_t) {
+        // SAFETY: the handles are alive, and nobody else has them.
         unsafe {
-            for layout in plan.layouts {
+            for layout in layouts.into_iter().filter(|layout| !layout.is_null()) {
                 let _ = (self.functions.cublasLtMatrixLayoutDestroy)(layout);
             }
-            let _ = (self.functions.cublasLtMatmulDescDestroy)(plan.operation);
+            if !operation.is_null() {
+                let _ = (self.functions.cublasLtMatmulDescDestroy)(operation);
+            }
         }
     }
 
@@ -241,7 +244,7 @@ impl Blas {
         let mut layouts = [std::ptr::null_mut(); 3];
         let (mut operation, mut preference) = (std::ptr::null_mut(), std::ptr::null_mut());
         // SAFETY: all addresses are valid, and each attribute is set to a value of its type and size.
-        unsafe {
+        let found = (|| unsafe {
             let kinds = [(p.b.dtype, p.b.ld), (p.a.dtype, p.a.ld), (p.c_dtype, p.ldc)];
             for ((layout, (dtype, ld)), [rows, cols]) in layouts.iter_mut().zip(kinds).zip(sizes) {
                 (f.cublasLtMatrixLayoutCreate)(layout, data_type(dtype), rows, cols, ld as i64).result()?;
@@ -287,15 +290,21 @@ impl Blas {
                 found.as_mut_ptr(),
                 &raw mut count,
             );
-            let _ = (f.cublasLtMatmulPreferenceDestroy)(preference);
             asked.result()?;
             if count == 0 {
                 return Err(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED));
             }
             let found = found.assume_init();
             found.state.result()?;
-            Ok(Plan { sizes, operation, layouts, algorithm: found.algo })
+            Ok(found.algo)
+        })();
+        if !preference.is_null() {
+            // SAFETY: the handle is alive, and nobody else has it.
+            let _ = unsafe { (f.cublasLtMatmulPreferenceDestroy)(preference) };
         }
+        found
+            .map(|algorithm| Plan { sizes, operation, layouts, algorithm })
+            .inspect_err(|_| self.destroy(layouts, operation))
     }
 }
 

@@ -281,7 +281,7 @@ impl Gpu {
     }
 
     /// Copies arrays of one dtype to one array, one behind the other, and returns its parts. Returns `None` if a part would begin at no
-    /// multiple of 16 bytes, and while work is recorded or uses an arena.
+    /// multiple of [`Array::UNIT`] bytes, if memory is short, and while work is recorded or uses an arena.
     pub fn joined(&self, arrays: &[&Array]) -> Option<Vec<Array>> {
         let (first, rest) = arrays.split_first()?;
         let alike = rest.iter().all(|array| array.dtype == first.dtype);
@@ -289,7 +289,9 @@ impl Gpu {
         if !alike || !aligned || self.scope().is_some() {
             return None;
         }
-        let all = self.alloc(arrays.iter().map(|array| array.len).sum(), first.dtype);
+        let (len, dtype) = (arrays.iter().map(|array| array.len).sum::<usize>(), first.dtype);
+        let at = self.driver_alloc(len * dtype.size()).ok()?;
+        let all = Array { gpu: self.clone(), at, len, dtype, memory: Memory::Own, rounded: None };
         let mut first = 0;
         for array in arrays {
             let size = [1, array.len];
@@ -522,7 +524,7 @@ enum Memory {
 
 impl Array {
     /// Size in bytes of which the beginning of a [part](Self::part) is a multiple.
-    const UNIT: usize = 16;
+    pub const UNIT: usize = 16;
 
     /// Creates an array from `len` elements of `whole`. The first one must be at a multiple of 16 bytes.
     pub fn part(whole: &Arc<Self>, first: usize, len: usize) -> Self {

@@ -591,7 +591,7 @@ impl Op for BlockPass {
         let KeptBlock { raw, qkv, lse, attended, joined: [joined, last], middle, mut wide, experts } = kept;
         let [dbranch, dresidual] = self.leave_back(1, last, dy)?;
         if let (Some(pass), Some(mlp), Some(wide)) = (&self.mlp, &self.block.mlp, &mut wide) {
-            pass.last.backward_to(&dbranch, |dinner| match mlp {
+            pass.last.backward_to(wide, &dbranch, |wide, dinner| match mlp {
                 Mlp::Plain { act, .. } => wide.activated_and_back(&dinner, *act),
                 Mlp::SwiGlu { .. } => wide.swiglu_and_back(&dinner),
             })?;

@@ -21,7 +21,7 @@ use omnigrpo_kernels::dropout::{Mask, key_of, mix};
 
 use crate::error::{Error, Result};
 use crate::experts::{ExpertLinear, Routes};
-use crate::linear::{Linear, Onto};
+use crate::linear::{Dx, Linear, Onto};
 use crate::order::Order;
 use crate::param::{Param, ParamDtype};
 use crate::pass::Dropout;
@@ -269,11 +269,11 @@ impl Adapter {
         let (a, b) = self.linear()?;
         let (of_a, of_b) = (std::slice::from_ref(a), std::slice::from_ref(b));
         let mask = self.mask(dropout, dy.rows())?;
-        let mut t = backend.linear_dx(None, dy, col, of_b);
+        let mut t = backend.linear_dx(Dx::Like(dy), dy, col, of_b);
         t.scale(self.scale);
         match &mask {
-            None => dx = backend.linear_dx(Some(dx), &t, 0, of_a),
-            Some(mask) => dx.add(&backend.dropout(&backend.linear_dx(None, &t, 0, of_a), mask))?,
+            None => dx = backend.linear_dx(Dx::Onto(dx), &t, 0, of_a),
+            Some(mask) => dx.add(&backend.dropout(&backend.linear_dx(Dx::Like(&t), &t, 0, of_a), mask))?,
         }
         Ok((dx, Inner { t, mask }))
     }

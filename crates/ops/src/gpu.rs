@@ -3,8 +3,8 @@
 //! An array is bf16 if all its sources are. A product with a bf16 or quantised weight rounds its other factor to bf16. Its output
 //! is bf16 only if that factor was already bf16. The residual stream begins with f32 values and therefore stays f32. A norm with
 //! a bf16 weight reads the residual stream, and everything computed from its output is bf16 until it is added to the stream. The
-//! gradient of a layer's input is bf16 if it is one product with bf16 weights, to which no adapter adds. With f32 weights, everything
-//! is f32. Statistics, log-probabilities and gradients of weights and of the stream are always f32.
+//! gradient of a bf16 input is bf16 if it is one product with bf16 weights, to which no adapter adds. With f32 weights, everything is
+//! f32. Statistics, log-probabilities and gradients of weights and of the stream are always f32.
 
 use std::fmt;
 use std::ops::Range;
@@ -259,7 +259,7 @@ impl Copy {
         let parts = gpu.joined(&arrays)?;
         let whole = Array::whole(&parts.iter().collect::<Vec<_>>());
         let mut locked: Vec<_> = copies.iter().map(|copy| copy.lock()).collect();
-        // Nobody changes an array in place that is held here. One that was replaced meanwhile has other values.
+        // One that was replaced meanwhile has other values. No pass runs while an optimizer changes weights in place.
         let same = |(there, before): (&MutexGuard<Option<There>>, &Arc<Weights>)| {
             there.as_ref().is_some_and(|there| Arc::ptr_eq(&there.weights, before))
         };
@@ -467,12 +467,8 @@ impl Card {
         }
     }
 
-    /// Returns the array in which these weights are neighbours, after joining them at the first use.
+    /// Returns the array in which these weights are neighbours, after joining them at the first use. They must differ from each other.
     pub(crate) fn joined(&self, params: &[&Param]) -> Option<Arc<Array>> {
-        // Each weight is locked once.
-        if params.iter().enumerate().any(|(i, a)| params[..i].iter().any(|b| a.shares_storage(b))) {
-            return None;
-        }
         params.iter().for_each(|param| drop(self.weights(param)));
         let copies: Vec<_> = params.iter().map(|param| param.copy()).collect();
         Copy::join(&copies, self.device(), self.gpu)

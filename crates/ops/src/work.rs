@@ -31,7 +31,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::head::Targets;
 use crate::host::Host;
-use crate::linear::{Linear, Onto};
+use crate::linear::{Dx, Linear, Onto};
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
 use crate::order::Order;
@@ -363,7 +363,7 @@ impl Call {
             Self::LinearDx { rows, k, n, form } => {
                 let part = Product::of(rows, k, n, form);
                 let (dy, weights) = (noise(part.rows, part.n), part.weights(k, false)?);
-                Ok(part.scale * in_turn(&weights, |layer| cpu.linear_dx(None, &dy, 0, layer)))
+                Ok(part.scale * in_turn(&weights, |layer| cpu.linear_dx(Dx::Like(&dy), &dy, 0, layer)))
             }
             Self::LinearDw { rows, k, n, form } => linear_dw(&Product::of(rows, k, n, form), k),
             Self::Attention { queries, keys, heads, back } => Ok(attention(queries, keys, heads, back)),

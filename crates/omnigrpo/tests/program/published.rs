@@ -310,7 +310,7 @@ fn all_weights_of_a_7b_fit_on_80_gb_in_few_bits() {
     assert!(told.contains("6 bytes a trained weight: 2 for itself, 2 gradient, 2 moments\n"), "{told}");
     // The 7.6 · 10⁹ weights of the language model save 6, 2 and 2 bytes; one gradient is in f32 while something is added.
     for (saved, bytes) in each.into_iter().zip([6.0, 2.0, 2.0]) {
-        assert!((saved as f64 / 7.62e9 - bytes).abs() < 0.1 * bytes, "{saved} for {bytes} bytes a weight");
+        assert!((saved as f64 / 7.62e9 - bytes).abs() < 0.12 * bytes, "{saved} for {bytes} bytes a weight");
     }
     assert!(without > 80_000_000_000 && all < 60_000_000_000, "{without} and {all}");
 }

@@ -3,7 +3,7 @@
 use omnigrpo_gpu::Unfolding;
 
 use crate::gpu::Card;
-use crate::linear::{LinearOps, Onto};
+use crate::linear::{Dx, LinearOps, Onto};
 use crate::order::Order;
 
 use super::*;
@@ -23,7 +23,7 @@ impl ConvOps for Card {
         let unfolded = self.rows(unfolded, patches.rows(), layer.k());
         self.linear_dw(&unfolded, dy, 0, std::slice::from_ref(layer));
         drop(unfolded);
-        let dunfolded = self.linear_dx(None, dy, 0, std::slice::from_ref(layer));
+        let dunfolded = self.linear_dx(Dx::Like(x), dy, 0, std::slice::from_ref(layer));
         let dunfolded = self.of(&dunfolded);
         let mut dx = self.gpu.zeros(rows * c, dunfolded.dtype());
         self.gpu.fold(&mut dx, dunfolded, &unfolding, c);

@@ -2,7 +2,7 @@
 
 use omnigrpo_kernels::twin;
 
-use crate::linear::{LinearOps, Onto};
+use crate::linear::{Dx, LinearOps, Onto};
 use crate::order::Order;
 use crate::twin::{Twin, accumulate, values};
 
@@ -19,7 +19,7 @@ impl ConvOps for Twin {
         let unfolded = twin::unfold(x.mat64(), &patches.sources, patches.taps);
         let unfolded = Rows::on_twin(unfolded, patches.rows(), layer.k());
         self.linear_dw(&unfolded, dy, 0, std::slice::from_ref(layer));
-        let dunfolded = self.linear_dx(None, dy, 0, std::slice::from_ref(layer));
+        let dunfolded = self.linear_dx(Dx::Like(x), dy, 0, std::slice::from_ref(layer));
         let dx = twin::fold(dunfolded.mat64(), &patches.sources, patches.taps, x.rows());
         Rows::on_twin(dx, x.rows(), x.cols())
     }

@@ -29,12 +29,12 @@ impl LinearOps for Cpu {
         })
     }
 
-    fn linear_dx(&self, dx: Option<Rows>, dy: &Rows, col: usize, layers: &[Linear]) -> Rows {
+    fn linear_dx(&self, dx: Dx, dy: &Rows, col: usize, layers: &[Linear]) -> Rows {
         let (n, k): (usize, _) = (layers.iter().map(Linear::n).sum(), layers.first().map_or(0, Linear::k));
         let own = dy.mat().columns(col..col + n);
         with_layers(layers, |layers| match dx {
-            None => Rows::on_cpu(product::backward_input(own, layers), dy.rows(), k),
-            Some(mut dx) => {
+            Dx::Like(_) => Rows::on_cpu(product::backward_input(own, layers), dy.rows(), k),
+            Dx::Onto(mut dx) => {
                 product::backward_input_into(own, layers, true, dx.mat_mut());
                 dx
             }

@@ -11,9 +11,10 @@ use super::*;
 impl LinearOps for Card {
     fn factor(&self, x: &Rows, layers: &[Linear]) -> Rows {
         let ((rows, cols), own) = (x.dims(), self.of(x));
-        match layers.first().map(|layer| product_dtype(layer.weight())) {
-            Some(wanted) if wanted != own.dtype() => {
-                Rows::over(Data::Gpu(*self, self.converted(own, wanted)), rows, cols)
+        let mut wanted = layers.iter().map(|layer| product_dtype(layer.weight()));
+        match wanted.next() {
+            Some(first) if first != own.dtype() && wanted.all(|other| other == first) => {
+                Rows::over(Data::Gpu(*self, self.converted(own, first)), rows, cols)
             }
             _ => x.clone(),
         }
@@ -32,7 +33,7 @@ impl LinearOps for Card {
                 (create(residual.dtype()), 0, Plus::Residual(residual))
             }
             Onto::Columns(y, first) => {
-                debug_assert!(layers.iter().all(|layer| layer.bias().is_none()), "a bias replaces columns");
+                debug_assert!(layers.iter().all(|layer| layer.biases.is_empty()), "a bias replaces columns");
                 (y, first, Plus::Output)
             }
         };
@@ -46,15 +47,13 @@ impl LinearOps for Card {
             }
             let mut col = first;
             for layer in &layers {
-                let plus = match (layer.bias(), plus) {
-                    (Some(bias), plus) => {
-                        let residual =
-                            if let Plus::Residual(residual) = plus { Some(residual) } else { None };
-                        self.gpu.bias_rows(y, col, stride, rows, bias, residual);
-                        Plus::Output
-                    }
-                    (None, plus) => plus,
-                };
+                let residual = if let Plus::Residual(residual) = plus { Some(residual) } else { None };
+                let mut first = col;
+                for bias in layer.biases() {
+                    self.gpu.bias_rows(y, first, stride, rows, bias, residual);
+                    first += bias.len();
+                }
+                let plus = if layer.biases.is_empty() { plus } else { Plus::Output };
                 self.gpu.linear(y, [col, stride], x, layer.weight.weight(), [0, layer.n, k], plus);
                 col += layer.n;
             }
@@ -70,16 +69,19 @@ impl LinearOps for Card {
         self.rows(y, rows, gate.n)
     }
 
-    fn linear_dx(&self, dx: Option<Rows>, dy: &Rows, col: usize, layers: &[Linear]) -> Rows {
+    fn linear_dx(&self, dx: Dx, dy: &Rows, col: usize, layers: &[Linear]) -> Rows {
         let ((rows, width), dy, narrow) = (dy.dims(), self.of(dy), has_narrow_dx(layers));
         let layers = self.layers(layers, Order::Blocked);
         let k = layers.first().map_or(0, |layer| layer.k);
-        let mut adds = dx.is_some();
-        let mut dx = dx.unwrap_or_else(|| {
-            // In bf16, each of several products would be rounded before the next one is added.
-            let dtype = if narrow && layers.len() == 1 { Dtype::Bf16 } else { Dtype::F32 };
-            self.rows(self.gpu.alloc(rows * k, dtype), rows, k)
-        });
+        // In bf16, each of several products would be rounded before the next one is added.
+        let (mut dx, mut adds, rounds) = match dx {
+            Dx::Onto(dx) => (dx, true, false),
+            Dx::Like(x) => {
+                let narrow = narrow && self.of(x).dtype() == Dtype::Bf16;
+                let dtype = if narrow && layers.len() == 1 { Dtype::Bf16 } else { Dtype::F32 };
+                (self.rows(self.gpu.alloc(rows * k, dtype), rows, k), false, narrow)
+            }
+        };
         let converted = self.operand(dy, &layers);
         let dy = converted.as_deref().unwrap_or(dy);
         self.change(&mut dx, |dx| {
@@ -90,7 +92,8 @@ impl LinearOps for Card {
                 col += layer.n;
             }
         });
-        dx
+        // The weights could not be joined.
+        if rounds && layers.len() > 1 { dx.cast(Dtype::Bf16) } else { dx }
     }
 
     fn linear_dw(&self, x: &Rows, dy: &Rows, col: usize, layers: &[Linear]) {
@@ -145,21 +148,22 @@ impl Place {
 /// A layer's weight and bias on the GPU, or those of several layers that are one product.
 struct Layer {
     weight: Place,
-    bias: Option<Place>,
+    biases: Vec<Arc<Weights>>,
     n: usize,
     k: usize,
 }
 
 impl Layer {
-    fn bias(&self) -> Option<&Array> {
-        match self.bias.as_ref()?.weight() {
+    fn biases(&self) -> impl Iterator<Item = &Array> {
+        self.biases.iter().filter_map(|bias| match bias.weight() {
             Weight::Dense(array) => Some(array),
             Weight::Codes(_) => None,
-        }
+        })
     }
 
+    /// Returns the layer, if it is one, with its bias.
     fn affine(&self) -> Affine<'_> {
-        Affine { weight: self.weight.weight(), bias: self.bias(), n: self.n }
+        Affine { weight: self.weight.weight(), bias: self.biases().next(), n: self.n }
     }
 }
 
@@ -168,14 +172,12 @@ impl Card {
     /// rows take several weights.
     fn layers(&self, layers: &[Linear], order: Order) -> Vec<Layer> {
         if order == Order::Blocked && layers.len() > 1 && are_alike(layers) {
-            let biases: Option<Vec<_>> =
-                layers.iter().map(|layer| layer.bias().map(|bias| &**bias)).collect();
-            let bias = biases.map(|biases| self.joined(&biases));
-            let weight = self.joined(&layers.iter().map(|layer| &**layer.weight()).collect::<Vec<_>>());
-            if let (Some(weight), None | Some(Some(_))) = (weight, &bias) {
+            let weights: Vec<&Param> = layers.iter().map(|layer| &**layer.weight()).collect();
+            if let Some(weight) = self.joined(&weights) {
+                let biases = layers.iter().filter_map(Linear::bias);
+                let biases = biases.map(|bias| self.weights(bias)).collect();
                 let n = layers.iter().map(Linear::n).sum();
-                let bias = bias.flatten().map(Place::Joined);
-                return vec![Layer { weight: Place::Joined(weight), bias, n, k: layers[0].k() }];
+                return vec![Layer { weight: Place::Joined(weight), biases, n, k: layers[0].k() }];
             }
         }
         layers.iter().map(|layer| self.layer(layer)).collect()
@@ -203,7 +205,7 @@ impl Card {
     }
 
     fn layer(&self, linear: &Linear) -> Layer {
-        let bias = linear.bias().map(|bias| Place::Own(self.weights(bias)));
-        Layer { weight: Place::Own(self.weights(linear.weight())), bias, n: linear.n(), k: linear.k() }
+        let biases = linear.bias().map(|bias| self.weights(bias)).into_iter().collect();
+        Layer { weight: Place::Own(self.weights(linear.weight())), biases, n: linear.n(), k: linear.k() }
     }
 }

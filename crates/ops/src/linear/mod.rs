@@ -11,6 +11,8 @@ mod twin;
 
 use std::sync::Arc;
 
+use omnigrpo_gpu::Array;
+
 use crate::Param;
 use crate::activation::{ActivationOps, Nonlinearity};
 use crate::adapter::{self, Adapter};
@@ -34,8 +36,8 @@ pub(crate) trait LinearOps: ActivationOps {
         let wide = self.linear(x, gate_up, Onto::Nothing, Order::PerRow);
         self.activation(&wide, Nonlinearity::SwiGlu)
     }
-    /// Computes `dy W`, `[t, Σ n] → [t, k]`, of layers whose columns of `dy` begin at `col`, and adds it to `dx` if given.
-    fn linear_dx(&self, dx: Option<Rows>, dy: &Rows, col: usize, layers: &[Linear]) -> Rows;
+    /// Computes `dy W`, `[t, Σ n] → [t, k]`, of layers whose columns of `dy` begin at `col`.
+    fn linear_dx(&self, dx: Dx, dy: &Rows, col: usize, layers: &[Linear]) -> Rows;
     /// Adds `dyᵀ x` to the gradients of weights, and the column sums of `dy` to the gradients of biases. The layers' columns of
     /// `dy` begin at `col`.
     fn linear_dw(&self, x: &Rows, dy: &Rows, col: usize, layers: &[Linear]);
@@ -112,6 +114,14 @@ pub(crate) enum Onto<'a> {
     Residual(&'a Rows),
     /// These rows, whose columns from this one on become the output. The layers have no biases.
     Columns(Rows, usize),
+}
+
+/// The gradient of an input.
+pub(crate) enum Dx<'a> {
+    /// New rows, for an input in the dtype of these.
+    Like(&'a Rows),
+    /// These rows, to which the gradient is added.
+    Onto(Rows),
 }
 
 /// Layers that share an input. Each output row contains the outputs of all layers side by side. The same value serves a forward
@@ -197,18 +207,24 @@ impl PackedLinear {
     pub fn backward(&self, x: &Rows, dy: &Rows) -> Result<Rows> {
         self.check_gradient(x, dy)?;
         let dy = Gradient::new(self, dy);
-        let (dx, inner) = self.backward_input(&dy)?;
+        let (dx, inner) = self.backward_input(x, &dy)?;
         self.add_gradients(x, &dy, &inner)?;
         Ok(dx)
     }
 
-    /// Runs [`Self::backward`] for an input that is computed again. `input` maps its gradient `dx [t, k]` to the input, so that it can
-    /// read both in one pass.
-    pub fn backward_to(&self, dy: &Rows, input: impl FnOnce(Rows) -> Result<Rows>) -> Result<()> {
+    /// Runs [`Self::backward`] for an input that is computed again from rows of its dtype. `input` maps these rows and the gradient
+    /// `dx [t, k]` of the input to the input, so that it can read both in one pass.
+    pub fn backward_to(
+        &self,
+        from: &mut Rows,
+        dy: &Rows,
+        input: impl FnOnce(&mut Rows, Rows) -> Result<Rows>,
+    ) -> Result<()> {
         self.layers.iter().try_for_each(|layer| layer.weight.usable(dy.device()))?;
+        self.check_output(from.rows(), dy)?;
         let own = Gradient::new(self, dy);
-        let (dx, inner) = self.backward_input(&own)?;
-        let x = input(dx)?;
+        let (dx, inner) = self.backward_input(from, &own)?;
+        let x = input(from, dx)?;
         self.check_gradient(&x, dy)?;
         self.add_gradients(&x, &own, &inner)
     }
@@ -219,9 +235,9 @@ impl PackedLinear {
         Some(adapter.factor(x))
     }
 
-    /// Returns the gradient of the input, and what each adapter computes for its own gradients.
-    fn backward_input(&self, dy: &Gradient) -> Result<(Rows, Vec<adapter::Inner>)> {
-        let mut dx = dy.own.device().backend().linear_dx(None, &dy.own, 0, &self.layers);
+    /// Returns the gradient of an input in the dtype of `like`, and what each adapter computes for its own gradients.
+    fn backward_input(&self, like: &Rows, dy: &Gradient) -> Result<(Rows, Vec<adapter::Inner>)> {
+        let mut dx = like.device().backend().linear_dx(Dx::Like(like), &dy.own, 0, &self.layers);
         let mut all = Vec::new();
         for (adapter, col) in self.adapters().filter(|_| dy.own.rows() > 0) {
             let (sum, inner) = adapter.backward_input(dx, dy.for_adapters(), col, self.dropout.as_ref())?;
@@ -262,9 +278,12 @@ impl PackedLinear {
     fn check_gradient(&self, x: &Rows, dy: &Rows) -> Result<()> {
         self.check(x)?;
         x.device().check("linear backward", dy)?;
-        if dy.dims() != (x.rows(), self.width()) {
-            let what =
-                format!("a gradient of {:?} for an output of {}×{}", dy.dims(), x.rows(), self.width());
+        self.check_output(x.rows(), dy)
+    }
+
+    fn check_output(&self, rows: usize, dy: &Rows) -> Result<()> {
+        if dy.dims() != (rows, self.width()) {
+            let what = format!("a gradient of {:?} for an output of {rows}×{}", dy.dims(), self.width());
             return Err(Error::shape("linear backward", what));
         }
         Ok(())
@@ -288,17 +307,27 @@ impl Gradient {
     }
 }
 
-/// Returns whether a device can multiply by these layers as by one: their weights are dense and of one dtype, and all of them or
-/// none have a bias.
+/// Returns whether a GPU can multiply by these layers as by one: their weights are dense, of one dtype, complete all the time and not
+/// the same, their sizes are multiples of 16 bytes, and all of them or none have a bias.
 fn are_alike(layers: &[Linear]) -> bool {
     let Some(first) = layers.first() else { return false };
-    let alike = |layer: &Linear| {
-        layer.weight.dtype() == first.weight.dtype() && layer.bias.is_some() == first.bias.is_some()
+    let size = match first.weight.dtype() {
+        ParamDtype::F32 => 4,
+        ParamDtype::Bf16 => 2,
+        ParamDtype::Quantised(_) => return false,
     };
-    !matches!(first.weight.dtype(), ParamDtype::Quantised(_)) && layers.iter().all(alike)
+    let fits = |(i, layer): (usize, &Linear)| {
+        layer.weight.dtype() == first.weight.dtype()
+            && layer.bias.is_some() == first.bias.is_some()
+            && (size * layer.weight.len()).is_multiple_of(Array::UNIT)
+            && !layer.weight.is_cut()
+            && !layers[..i].iter().any(|other| other.weight.shares_storage(&layer.weight))
+    };
+    layers.iter().enumerate().all(fits)
 }
 
-/// Returns whether a GPU stores the gradient of the layers' input in bf16: it is one product, of bf16 weights, to which no adapter adds.
+/// Returns whether a GPU stores the gradient of an input in bf16, if the input is: it is one product, of bf16 weights, to which no
+/// adapter adds.
 fn has_narrow_dx(layers: &[Linear]) -> bool {
     let narrow = |layer: &Linear| layer.weight.dtype() != ParamDtype::F32 && layer.weight.adapter().is_none();
     (layers.len() == 1 || are_alike(layers)) && layers.iter().all(narrow)

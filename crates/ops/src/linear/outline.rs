@@ -28,10 +28,10 @@ fn factors(x: &Rows, layers: &[Linear]) -> [Option<Span>; 2] {
 
 impl LinearOps for Outline {
     fn factor(&self, x: &Rows, layers: &[Linear]) -> Rows {
-        let wanted = layers.first().map_or(Dtype::F32, |layer| factor(layer.weight()));
-        match card().is_some() && wanted != dtype(x) {
-            true => rounded(x, wanted),
-            false => x.clone(),
+        let mut wanted = layers.iter().map(|layer| factor(layer.weight()));
+        match wanted.next().filter(|_| card().is_some()) {
+            Some(first) if first != dtype(x) && wanted.all(|other| other == first) => rounded(x, first),
+            _ => x.clone(),
         }
     }
 
@@ -56,13 +56,16 @@ impl LinearOps for Outline {
         y
     }
 
-    fn linear_dx(&self, dx: Option<Rows>, dy: &Rows, _: usize, layers: &[Linear]) -> Rows {
+    fn linear_dx(&self, dx: Dx, dy: &Rows, _: usize, layers: &[Linear]) -> Rows {
         note_dx(dy.rows(), layers);
-        let mut dx = dx.unwrap_or_else(|| {
-            let narrow = card().is_some() && has_narrow_dx(layers);
-            let dtype = if narrow { Dtype::Bf16 } else { Dtype::F32 };
-            Rows::on_outline(dtype, dy.rows(), layers.first().map_or(0, Linear::k))
-        });
+        let mut dx = match dx {
+            Dx::Onto(dx) => dx,
+            Dx::Like(x) => {
+                let narrow = card().is_some() && dtype(x) == Dtype::Bf16 && has_narrow_dx(layers);
+                let dtype = if narrow { Dtype::Bf16 } else { Dtype::F32 };
+                Rows::on_outline(dtype, dy.rows(), layers.first().map_or(0, Linear::k))
+            }
+        };
         dx.touch();
         drop(factors(dy, layers));
         dx
@@ -89,6 +92,7 @@ mod tests {
     use super::*;
     use crate::norm::Norm;
     use crate::outline::{is_on_card, on_card};
+    use crate::param::ParamDtype;
     use crate::{Device, Part};
 
     /// The norm with a bf16 weight reads f32 rows and begins the bf16 part of a block, which ends with the residual stream.
@@ -108,5 +112,26 @@ mod tests {
         assert_eq!(run(), [128, 128, 96, 96, 96]);
         assert_eq!(on_card(true, run), [128, 64, 48, 96, 96]);
         assert!(!is_on_card());
+    }
+
+    /// The test `layers_with_one_input_are_one_product` expects the same sizes of a card.
+    #[test]
+    fn the_gradient_of_an_input_is_in_bf16_if_one_product_computes_it() {
+        let sizes = |low: bool, k: usize, n: [usize; 2], dtype: ParamDtype| {
+            let weight = |n| Arc::new(Param::outline("w", Part::Llm, &[n, k], dtype));
+            let layers = n.map(|n| Linear::new(weight(n), None).unwrap());
+            let pass = Pass { device: Device::Outline, ..Pass::default() };
+            on_card(true, || {
+                let rows = |dtype, cols| Rows::on_outline(dtype, 3, cols);
+                let x = rows(if low { Dtype::Bf16 } else { Dtype::F32 }, k);
+                let dy = rows(Dtype::F32, n.iter().sum());
+                let packed = PackedLinear::new(&[&layers[0], &layers[1]], &pass);
+                packed.backward(&x, &dy).unwrap().num_bytes() / x.len()
+            })
+        };
+        assert_eq!(sizes(true, 8, [16, 8], ParamDtype::Bf16), 2);
+        assert_eq!(sizes(false, 8, [16, 8], ParamDtype::Bf16), 4, "the gradient of a stream");
+        assert_eq!(sizes(true, 8, [16, 8], ParamDtype::F32), 4);
+        assert_eq!(sizes(true, 7, [3, 5], ParamDtype::Bf16), 4, "sizes that no card joins");
     }
 }

@@ -28,9 +28,10 @@ impl LinearOps for Twin {
         y
     }
 
-    fn linear_dx(&self, dx: Option<Rows>, dy: &Rows, col: usize, layers: &[Linear]) -> Rows {
+    fn linear_dx(&self, dx: Dx, dy: &Rows, col: usize, layers: &[Linear]) -> Rows {
         let (rows, k) = (dy.rows(), layers.first().map_or(0, Linear::k));
-        let (mut dx, mut col) = (dx.unwrap_or_else(|| self.zeros(rows, k, None)), col);
+        let mut dx = if let Dx::Onto(dx) = dx { dx } else { self.zeros(rows, k, None) };
+        let mut col = col;
         for layer in layers {
             let (x, n, w) = (self.zeros(rows, k, None), layer.n(), values(layer.weight()));
             let dy = dy.mat64().columns(col..col + n);

@@ -42,10 +42,11 @@ impl NormOps for Card {
 
     fn norm_back(&self, dx: &mut Rows, x: &Rows, stats: &Rows, dy: &Rows, norm: &Norm) {
         let (rows, h) = x.dims();
+        let in_f32 = [x, &*dx].iter().all(|rows| self.of(rows).dtype() == Dtype::F32);
         let [x, stats, dy] = [x, stats, dy].map(|rows| self.of(rows));
         self.vector(norm.weight(), |weight| {
             // The layers before a stream in f32 read its gradient in bf16.
-            let rounds = x.dtype() == Dtype::F32 && weight.dtype() == Dtype::Bf16;
+            let rounds = in_f32 && weight.dtype() == Dtype::Bf16;
             self.change(dx, |dx| match norm {
                 Norm::Rms { .. } => self.gpu.rms_back(dx, dy, x, stats, weight, rounds),
                 Norm::AroundOne { .. } => {

@@ -1,6 +1,8 @@
 //! Normalisation on an outline.
 
-use crate::outline::{Outline, factor, in_f32, reach};
+use omnigrpo_gpu::Dtype;
+
+use crate::outline::{Outline, dtype, factor, in_f32, reach};
 use crate::work::{Call, note};
 
 use super::*;
@@ -12,10 +14,12 @@ impl NormOps for Outline {
         (Rows::on_outline(factor(norm.weight()), x.rows(), x.cols()), in_f32(statistics, x.rows()))
     }
 
-    fn norm_back(&self, dx: &mut Rows, _: &Rows, _: &Rows, _: &Rows, norm: &Norm) {
+    fn norm_back(&self, dx: &mut Rows, x: &Rows, _: &Rows, _: &Rows, norm: &Norm) {
         note(|| Call::Norm { rows: dx.rows(), dim: dx.cols(), back: true });
         dx.touch();
-        dx.round_stream(norm.weight());
+        if dtype(x) == Dtype::F32 {
+            dx.round_stream(norm.weight());
+        }
         reach(norm.weight());
         if let Norm::Layer { bias, .. } = norm {
             reach(bias);

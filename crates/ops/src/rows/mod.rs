@@ -164,7 +164,7 @@ impl Rows {
     }
 
     /// Returns a copy in a dtype on a GPU or an outline, and otherwise the rows.
-    fn cast(&self, dtype: Dtype) -> Self {
+    pub(crate) fn cast(&self, dtype: Dtype) -> Self {
         match &self.data {
             Data::Gpu(card, data) => card.rows(card.gpu.cast(data, dtype), self.rows, self.cols),
             Data::Outline(_) => Self::on_outline(dtype, self.rows, self.cols),
