@@ -239,9 +239,10 @@ impl Copy {
         true
     }
 
-    /// Makes the copies of several weights on `device` neighbours in its memory, if they are not, and returns the array of all of
-    /// them. Returns `None` if one has no dense copy there, or if the arrays cannot be joined now.
-    fn join(copies: &[&Self], device: Device, gpu: &Gpu) -> Option<Arc<Array>> {
+    /// Returns an array of the copies of several weights on `device`, one behind the other. If `keeps` is true, they become its parts,
+    /// if they are not; otherwise the array is a copy. Returns `None` if one has no dense copy there, or if the arrays cannot be joined
+    /// now.
+    fn join(copies: &[&Self], device: Device, gpu: &Gpu, keeps: bool) -> Option<Arc<Array>> {
         let present = |copy: &Self| {
             let there = copy.lock();
             there.as_ref().filter(|there| there.device == device).map(|there| Arc::clone(&there.weights))
@@ -258,6 +259,9 @@ impl Copy {
         // No weight is locked here: another thread may have exclusive use of the device, and wait for a weight.
         let parts = gpu.joined(&arrays)?;
         let whole = Array::whole(&parts.iter().collect::<Vec<_>>());
+        if !keeps {
+            return whole;
+        }
         let mut locked: Vec<_> = copies.iter().map(|copy| copy.lock()).collect();
         // One that was replaced meanwhile has other values. No pass runs while an optimizer changes weights in place.
         let same = |(there, before): (&MutexGuard<Option<There>>, &Arc<Weights>)| {
@@ -467,11 +471,12 @@ impl Card {
         }
     }
 
-    /// Returns the array in which these weights are neighbours, after joining them at the first use. They must differ from each other.
+    /// Returns an array of these weights, one behind the other. They must differ from each other. They are joined at the first use, or
+    /// each time if ranks divide one of them, since a part would keep the memory of the others.
     pub(crate) fn joined(&self, params: &[&Param]) -> Option<Arc<Array>> {
         params.iter().for_each(|param| drop(self.weights(param)));
         let copies: Vec<_> = params.iter().map(|param| param.copy()).collect();
-        Copy::join(&copies, self.device(), self.gpu)
+        Copy::join(&copies, self.device(), self.gpu, !params.iter().any(|param| param.is_cut()))
     }
 
     pub(crate) fn weights(&self, param: &Param) -> Arc<Weights> {

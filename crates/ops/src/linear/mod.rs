@@ -307,8 +307,8 @@ impl Gradient {
     }
 }
 
-/// Returns whether a GPU can multiply by these layers as by one: their weights are dense, of one dtype, complete all the time and not
-/// the same, their sizes are multiples of 16 bytes, and all of them or none have a bias.
+/// Returns whether a GPU can multiply by these layers as by one: their weights are dense, of one dtype and not the same, their sizes are
+/// multiples of 16 bytes, and all of them or none have a bias.
 fn are_alike(layers: &[Linear]) -> bool {
     let Some(first) = layers.first() else { return false };
     let size = match first.weight.dtype() {
@@ -320,7 +320,6 @@ fn are_alike(layers: &[Linear]) -> bool {
         layer.weight.dtype() == first.weight.dtype()
             && layer.bias.is_some() == first.bias.is_some()
             && (size * layer.weight.len()).is_multiple_of(Array::UNIT)
-            && !layer.weight.is_cut()
             && !layers[..i].iter().any(|other| other.weight.shares_storage(&layer.weight))
     };
     layers.iter().enumerate().all(fits)
