@@ -246,6 +246,12 @@ const FAULTS: &[(&str, &[Fault])] = &[
             fault("norms", "columns behind the end count for the variance", "e < 4 && j + e < dim", "e < 4"),
             fault("norms", "a row is only as long as a block", "j += blockDim.x * 4", "j += dim"),
             fault(
+                "norms",
+                "the sum in bf16 lacks what was there",
+                "if (low.at) store4(low, at + j, at + dim, to);",
+                "if (low.at) store4(low, at + j, at + dim, d);",
+            ),
+            fault(
                 "prim",
                 "no barrier before sums of warps are read",
                 "red[threadIdx.x / 32] = x;\n    sync_block();\n    T sum",
@@ -283,6 +289,18 @@ const FAULTS: &[(&str, &[Fault])] = &[
             ),
             fault("elementwise", "rows of a copy are not chosen", "from_rows ? from_rows[row] : row", "row"),
             fault("elementwise", "a rotation is not turned back", "sign * sines", "sines"),
+            fault(
+                "elementwise",
+                "an activation again lacks its factor",
+                "out.x[e] = g.x[e] * (s * u.x[e])",
+                "out.x[e] = g.x[e] * s",
+            ),
+            fault(
+                "elementwise",
+                "rows of an activation again are as long as its input's",
+                "store4(y, row * inner + col, (row + 1) * inner, out)",
+                "store4(y, at + col, (row + 1) * inner, out)",
+            ),
         ],
     ),
     (
