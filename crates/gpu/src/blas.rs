@@ -1,9 +1,9 @@
 //! Matrix products computed by cuBLASLt.
 //!
 //! The plan for a shape is the first one that cuBLASLt's heuristic returns. It is never the result of a measurement, so the same
-//! library gives the same bits. The heuristic takes 20 to 100 µs, and nearly every pass and every expert has another number of rows. So
-//! the number of rows is rounded up to a multiple of 64 for the plan. Matrices in this crate are row-major and those of cuBLASLt are
-//! column-major, so cuBLASLt computes `cᵀ = bᵀ aᵀ`.
+//! library gives the same bits. The heuristic takes 20 to 100 µs by public reports, and nearly every pass and every expert has another
+//! number of rows. So the number of rows is rounded up to a multiple of 64 for the plan. Matrices in this crate are row-major and those
+//! of cuBLASLt are column-major, so cuBLASLt computes `cᵀ = bᵀ aᵀ`.
 
 use std::ffi::{c_int, c_void};
 use std::path::PathBuf;
