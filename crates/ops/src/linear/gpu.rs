@@ -14,7 +14,10 @@ impl LinearOps for Card {
         let mut wanted = layers.iter().map(|layer| product_dtype(layer.weight()));
         match wanted.next() {
             Some(first) if first != own.dtype() && wanted.all(|other| other == first) => {
-                Rows::over(Data::Gpu(*self, self.converted(own, first)), rows, cols)
+                // A kernel may have left the values in bf16.
+                let left = own.rounded().filter(|low| low.dtype() == first);
+                let data = left.map_or_else(|| Arc::new(self.gpu.cast(own, first)), Arc::clone);
+                Rows::over(Data::Gpu(*self, data), rows, cols)
             }
             _ => x.clone(),
         }
@@ -23,6 +26,8 @@ impl LinearOps for Card {
     fn linear(&self, x: &Rows, layers: &[Linear], onto: Onto, order: Order) -> Rows {
         use omnigrpo_gpu::Onto as Plus;
         let (rows, k) = x.dims();
+        // Several products share one conversion.
+        let converted = if layers.len() > 1 { self.factor(x, layers) } else { x.clone() };
         let (x, layers) = (self.of(x), self.layers(layers, order));
         let width = layers.iter().map(|layer| layer.n).sum();
         let create = |dtype| self.rows(self.gpu.alloc(rows * width, dtype), rows, width);
@@ -37,8 +42,7 @@ impl LinearOps for Card {
                 (y, first, Plus::Output)
             }
         };
-        let converted = self.operand(x, &layers);
-        let (x, stride) = (converted.as_deref().unwrap_or(x), y.cols());
+        let (x, stride) = (self.of(&converted), y.cols());
         self.change(&mut y, |y| {
             if order == Order::PerRow {
                 let layers: Vec<_> = layers.iter().map(Layer::affine).collect();
@@ -82,8 +86,6 @@ impl LinearOps for Card {
                 (self.rows(self.gpu.alloc(rows * k, dtype), rows, k), false, narrow)
             }
         };
-        let converted = self.operand(dy, &layers);
-        let dy = converted.as_deref().unwrap_or(dy);
         self.change(&mut dx, |dx| {
             let mut col = col;
             for layer in &layers {
@@ -190,18 +192,6 @@ impl Card {
             true => Dtype::Bf16,
             false => Dtype::F32,
         }
-    }
-
-    /// Returns the input in the dtype of the first layer's weight, if several layers can share this conversion.
-    fn operand(&self, x: &Array, layers: &[Layer]) -> Option<Arc<Array>> {
-        let wanted = layers.first()?.weight.weight().dtype();
-        (layers.len() > 1 && wanted != x.dtype()).then(|| self.converted(x, wanted))
-    }
-
-    /// Returns an array in another dtype: the values that a kernel left in bf16, or a copy.
-    fn converted(&self, x: &Array, dtype: Dtype) -> Arc<Array> {
-        let left = x.rounded().filter(|low| low.dtype() == dtype);
-        left.map_or_else(|| Arc::new(self.gpu.cast(x, dtype)), Arc::clone)
     }
 
     fn layer(&self, linear: &Linear) -> Layer {
