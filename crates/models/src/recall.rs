@@ -12,7 +12,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
-use omnigrpo_kernels::{buffer, parallel};
+use omnigrpo_kernels::buffer;
 use omnigrpo_ops::{Memory, Rows};
 
 use crate::block::{BlockArray, KeptBlock};
@@ -142,11 +142,8 @@ impl DecoderMemory {
             self.stacks.push(stacks.collect());
         }
         let more = self.expected.saturating_sub(self.decoded.len());
-        let stacks = self.stacks.get_mut(l).into_iter().flatten();
-        let pairs: Vec<_> = stacks.filter_map(|(name, stack)| Some((stack, arrays.get(name)?))).collect();
-        let numbers = pairs.iter().map(|(_, rows)| rows.len()).sum();
-        let pushed = parallel::map(pairs, numbers, |(stack, rows)| stack.push(rows, more));
-        pushed.into_iter().collect()
+        let mut stacks = self.stacks.get_mut(l).into_iter().flatten();
+        stacks.try_for_each(|(name, stack)| arrays.get(name).map_or(Ok(()), |rows| stack.push(rows, more)))
     }
 
     /// Returns the results of the blocks in the order of `stream`, which must consist of exactly these prompts with all their
